@@ -90,13 +90,13 @@ class NameTable(Generic[V]):
         """
         if names not in self._found:
             try:
-                self._found[names] = self._first([_Name(name, self._visits) for name in names])
+                self._found[names] = self._first([_LayerName(name, self._visits) for name in names])
             except _TooMany:
                 problem = "has patterns that take too many steps to match the names of the layers"
                 raise self._limit(problem, str(_MOST_VISITS), None) from None
         return self._found[names]
 
-    def _first(self, names: list[_Name]) -> V | None:
+    def _first(self, names: list[_LayerName]) -> V | None:
         texts = [
             (name, self._front.ends(name, 1), self._end.ends(name, name.everywhere))
             for name in names
@@ -143,7 +143,7 @@ class _Visits:
             raise _TooMany
 
 
-class _Name:
+class _LayerName:
     """A name, and the sets of positions in it that are known: one before each letter, and the end."""
 
     def __init__(self, text: str, visits: _Visits):
@@ -217,7 +217,7 @@ def _cases(letter: str, flags: int) -> set[str]:
 class _Part:
     """A part of an expression. It stands at one place in it: what it found once is part of the same result."""
 
-    def ends(self, name: _Name, starts: int, back: bool = False) -> int:
+    def ends(self, name: _LayerName, starts: int, back: bool = False) -> int:
         """Where it may end if it begins at one of these positions, but for those at which it began before.
 
         Args:
@@ -233,7 +233,7 @@ class _Part:
             raise _TooMany
         return self._ends(name, starts, back)
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         raise NotImplementedError
 
 
@@ -249,7 +249,7 @@ class _Word(_Part):
             else:
                 self.items.extend((one, 1) for one in group)
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         count, known = 0, name.known
         for item, size in reversed(self.items) if back else self.items:
             count += 1
@@ -262,13 +262,13 @@ class _Word(_Part):
         return starts
 
 
-class _Sequence(_Part):
+class _Concatenation(_Part):
     """Parts one after another."""
 
     def __init__(self, parts: list[_Part]):
         self.parts = parts
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         for part in reversed(self.parts) if back else self.parts:
             starts = part.ends(name, starts, back)
             if not starts:
@@ -282,20 +282,20 @@ class _Choice(_Part):
     def __init__(self, parts: list[_Part]):
         self.parts = parts
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         found = 0
         for part in self.parts:
             found |= part.ends(name, starts, back)
         return found
 
 
-class _Options(_Part):
+class _Optional(_Part):
     """Any number of these parts, from the first on."""
 
     def __init__(self, parts: list[_Part]):
         self.parts = parts
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         found = starts
         for part in self.parts:
             starts = part.ends(name, starts, back)
@@ -311,7 +311,7 @@ class _Loop(_Part):
     def __init__(self, part: _Part):
         self.part = part
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         found = starts
         while starts := self.part.ends(name, starts, back):
             starts &= ~found
@@ -319,13 +319,13 @@ class _Loop(_Part):
         return found
 
 
-class _Run(_Part):
+class _Repeat(_Part):
     """One of some letters any number of times."""
 
     def __init__(self, letters: str | _Letters):
         self.letters = letters
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         before = name.before(self.letters)
         if not back:
             # A carry runs through all letters that follow one another.
@@ -342,7 +342,7 @@ class _Anchor(_Part):
     def __init__(self, kind: Any, flags: int):
         self.pattern = re.compile(_ANCHORS[kind], flags & (re.ASCII | re.MULTILINE))
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         holds = name.holds.get(self.pattern)
         if holds is None:
             name.visits.add(len(name.text))
@@ -357,7 +357,7 @@ class _Look(_Part):
     def __init__(self, part: _Part, behind: bool, negative: bool):
         self.part, self.behind, self.negative = part, behind, negative
 
-    def _ends(self, name: _Name, starts: int, back: bool) -> int:
+    def _ends(self, name: _LayerName, starts: int, back: bool) -> int:
         holds = name.holds.get(self)
         if holds is None:
             # Where it may begin if it ends anywhere, or the other way round.
@@ -422,7 +422,7 @@ class _Reader:
                 word = []
             if kind is not None:
                 parts.append(self._other(kind, value, flags))
-        return parts[0] if len(parts) == 1 else _Sequence(parts)
+        return parts[0] if len(parts) == 1 else _Concatenation(parts)
 
     def _letters(self, kind: Any, value: Any, flags: int) -> str | _Letters | None:
         """The letters that a leaf of the tree stands for; None for another kind of leaf."""
@@ -451,10 +451,10 @@ class _Reader:
             needed = [self._part(inner, flags) for _ in range(least)]
             if most is op.MAXREPEAT:
                 single = self._letters(inner[0][0], inner[0][1], flags) if len(inner) == 1 else None
-                loop = _Loop(self._part(inner, flags)) if single is None else _Run(single)
-                return _Sequence([*needed, loop]) if needed else loop
-            return _Sequence(
-                [*needed, _Options([self._part(inner, flags) for _ in range(most - least)])]
+                loop = _Loop(self._part(inner, flags)) if single is None else _Repeat(single)
+                return _Concatenation([*needed, loop]) if needed else loop
+            return _Concatenation(
+                [*needed, _Optional([self._part(inner, flags) for _ in range(most - least)])]
             )
         assert kind is op.FAILURE, kind
         return _Choice([])

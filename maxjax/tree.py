@@ -103,13 +103,13 @@ def _of_weights(one: Any, two: Any) -> Iterator[str]:
     ]
     groups: dict[str, list[str]] = {}
     for name in {**tables[0], **tables[1]}:
-        pair = [table.get(name) for table in tables]
-        if None in pair:
+        first, second = (table.get(name) for table in tables)
+        if first is None or second is None:
             groups.setdefault(
-                f"that only the {'first' if pair[1] is None else 'second'} has", []
+                f"that only the {'first' if second is None else 'second'} has", []
             ).append(name)
             continue
-        for what, a, b in _unequal_parts(*(weight.stored.static() for weight in pair)):
+        for what, a, b in _unequal_parts(first.stored.static(), second.stored.static()):
             groups.setdefault(f"{what} of \0: {_shown(a)} and {_shown(b)}", []).append(name)
     for text, names in groups.items():
         whose = some(names, 1).replace(" more", f" more weight{'s' * (len(names) > 2)}")

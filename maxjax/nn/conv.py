@@ -21,13 +21,13 @@ from ..graph.ops.convolution import check_not_empty
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from .layer import Module
-from .layer.sharded import Replicated
+from .layer.sharded import ReplicatedLayer
 
 _PLACES = "DHW"
 Sizes = int | Sequence[int]
 
 
-class _Conv(Replicated, Module):
+class _Conv(ReplicatedLayer, Module):
     """Base class of the three layers; the length of ``kernel`` is the number of spatial axes."""
 
     def _build(self, kernel: tuple[int, ...], in_channels: int, out_channels: int, dtype: Any,

@@ -44,8 +44,9 @@ def refuse_mlx(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None
     """
     for key in ("quantization", KEY):
         given = config.get(key)
-        is_mlx = isinstance(given, Mapping) and "group_size" in given and "bits" in given
-        if is_mlx and given.get("quant_method") is None:
+        if not isinstance(given, Mapping) or not {"group_size", "bits"} <= given.keys():
+            continue
+        if given.get("quant_method") is None:
             where = f"{os.fspath(path)}: " if path is not None else ""
             raise UnsupportedModelError(
                 f"{where}MLX's quantisation ('{key}' in config.json) is not supported (supported: "

@@ -46,7 +46,7 @@ def _weights(modules: Iterable[Any]) -> list[Any]:
     return list({id(weight): weight for weight in found}.values())
 
 
-class Replicated:
+class ReplicatedLayer:
     """A mixin of Module for layers that are replicated on every device."""
 
     @property

@@ -10,7 +10,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ..layer import Module
-from ..layer.sharded import Replicated
+from ..layer.sharded import ReplicatedLayer
 from ..linear import Linear
 from .routing import Routing
 
@@ -23,7 +23,7 @@ def refuse_no_features(shared_experts_dim: int) -> None:
         )
 
 
-class MoEGate(Replicated, Module):
+class MoEGate(ReplicatedLayer, Module):
     """Chooses the k experts with the highest scores ``gate_score(x)``. Arguments in MAX's order.
 
     Args:

@@ -14,10 +14,10 @@ from ...graph.device import DeviceRef
 from ...graph.value import TensorValue, wraps
 from ...graph.weight.weight import Weight
 from ..layer import Module
-from ..layer.sharded import Replicated
+from ..layer.sharded import ReplicatedLayer
 
 
-class LayerNorm(Replicated, Module):
+class LayerNorm(ReplicatedLayer, Module):
     """``(x - mean) / √(variance + eps) · (weight + weight_offset) + bias`` over the last axis.
 
     Args (in MAX's order):
@@ -84,7 +84,7 @@ class LayerNorm(Replicated, Module):
         return jax.nn.initializers.zeros if name == "bias" else one
 
 
-class RMSNorm(Replicated, Module):
+class RMSNorm(ReplicatedLayer, Module):
     """``x / √(mean(x²) + eps) · (weight + weight_offset)`` over the last axis.
 
     Args (in MAX's order):
@@ -186,7 +186,7 @@ class ConstantLayerNorm(Module):
         return _like(x, y.astype(array.dtype))
 
 
-class GroupNorm(Replicated, Module):
+class GroupNorm(ReplicatedLayer, Module):
     """Normalises groups of channels over all spatial axes (Y. Wu, K. He, arXiv:1803.08494).
 
     Args (in MAX's order):

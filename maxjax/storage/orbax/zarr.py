@@ -150,7 +150,7 @@ def _inner(codecs: Any, axes: int, path: str, name: str) -> tuple[int, ...] | No
         codec, configuration = _extension(one, path, "codecs", name)
         require(codec in _CODECS, path, "codec", f"one of {', '.join(_CODECS)}", codec, name)
         if codec == "transpose":
-            order = configuration.get("order")
+            order: Any = configuration.get("order")
             is_order = isinstance(order, list) and len(order) == axes
             is_order = is_order and all(type(axis) is int for axis in order)
             is_order = is_order and sorted(order) == list(range(axes))

@@ -249,19 +249,20 @@ class _Counted(NodeTransformer):
 
     def _kept(self, node: nodes.Node, steps: int = 1) -> nodes.Node:
         arguments = [nodes.Const(next(self.places)), nodes.Const(steps)]
-        return _filtered(_KEPT, node, [a.set_environment(node.environment) for a in arguments])
+        environment: Any = node.environment
+        return _filtered(_KEPT, node, [a.set_environment(environment) for a in arguments])
 
     def visit_Assign(self, node: nodes.Assign) -> nodes.Node:
         self.generic_visit(node)
         node.node = self._kept(node.node)
         return node
 
-    def visit_With(self, node: nodes.With) -> nodes.Node:
+    def visit_With(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         node.values = list(map(self._kept, node.values))
         return node
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
+    def visit_For(self, node: Any) -> nodes.Node:
         """Counts what a loop goes through, and at the start of its body the item and the steps of the body."""
         steps = sum(1 for _ in node.find_all(nodes.Expr))
         self.generic_visit(node)

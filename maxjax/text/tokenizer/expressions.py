@@ -114,8 +114,8 @@ def matches_something(pattern: str) -> bool:
     """
     if len(pattern) > _LONGEST:
         return False
-    parser = trial.Parser(pattern)
+    parser = trial.ExpressionParser(pattern)
     try:
         return parser.parsed().matches_something and parser.at >= len(pattern)
-    except trial.Refused:
+    except trial.UnsupportedExpression:
         return False

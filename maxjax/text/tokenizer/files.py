@@ -17,7 +17,7 @@ from ...errors import CheckpointFormatError, UserInputError
 from ...models.config import read_object
 from ...storage.files import is_there
 from ...storage.limits import in_force
-from ...storage.save.beside import Files as Sidecars
+from ...storage.save.beside import Files
 from ...storage.strict_json import load_json, read_json_bytes
 from .added import CONFIG, FLAGS, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
 from .limits import check_tokenizer
@@ -28,7 +28,7 @@ FILE = "tokenizer.json"
 
 
 @dataclass
-class Files:
+class TokenizerDocuments:
     """The tokenizer of a directory.
 
     Attributes:
@@ -46,7 +46,7 @@ class Files:
     document: dict[str, Any] | None
 
 
-def read_tokenizer_files(directory: Path | Sidecars) -> Files | None:
+def read_tokenizer_files(directory: Path | Files) -> TokenizerDocuments | None:
     """Reads the tokenizer of a directory with its added tokens; None if there is none.
 
     Raises:
@@ -83,7 +83,9 @@ def read_tokenizer_files(directory: Path | Sidecars) -> Files | None:
     if vocabulary is not None:
         _set_post_processor(changed, vocabulary, settings, beside)
     is_unchanged = vocabulary is None and changed is backend and not is_changed
-    return Files(changed, beside.named, settings, special_map, document if is_unchanged else None)
+    return TokenizerDocuments(
+        changed, beside.named, settings, special_map, document if is_unchanged else None
+    )
 
 
 def backend_of(text: str, path: Any) -> Any:

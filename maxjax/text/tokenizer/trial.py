@@ -34,12 +34,12 @@ LETTERS = (
 WIDE = "".join(map(chr, [*range(0x80, 0xD800, 5), *range(0xE000, 0x10000, 5)]))
 
 
-class Refused(Exception):
+class UnsupportedExpression(Exception):
     """The reason why an expression is refused."""
 
 
 @dataclass(eq=False)
-class Node:
+class ExpressionPart:
     """A part of an expression.
 
     Attributes:
@@ -52,7 +52,7 @@ class Node:
 
     kind: str
     text: str = ""
-    parts: list[Node] = field(default_factory=list)
+    parts: list[ExpressionPart] = field(default_factory=list)
     least: int = 0
     most: int | None = None
     negative: bool = False
@@ -67,25 +67,25 @@ class Node:
         return self.kind == "letter" or any(part.matches_something for part in self.parts)
 
 
-class Parser:
+class ExpressionParser:
     """Parses the syntax of Oniguruma as far as texts need it; classes are left to Oniguruma."""
 
     def __init__(self, text: str):
         self.text, self.at = text, 0
-        self.repeats: list[Node] = []
+        self.repeats: list[ExpressionPart] = []
 
-    def parsed(self, depth: int = 0) -> Node:
+    def parsed(self, depth: int = 0) -> ExpressionPart:
         """Alternatives up to the end or to a parenthesis that closes."""
         if depth > DEEPEST:
-            raise Refused(f"more than {DEEPEST} groups inside each other")
-        choices = [Node("sequence")]
+            raise UnsupportedExpression(f"more than {DEEPEST} groups inside each other")
+        choices = [ExpressionPart("sequence")]
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self.text[self.at] == "|":
                 self.at += 1
-                choices.append(Node("sequence"))
+                choices.append(ExpressionPart("sequence"))
             else:
                 choices[-1].parts.append(self._repeated(self._atom(depth)))
-        return choices[0] if len(choices) == 1 else Node("choice", parts=choices)
+        return choices[0] if len(choices) == 1 else ExpressionPart("choice", parts=choices)
 
     def _takes(self, *starts: str) -> str:
         """The first of these texts that comes next, which is passed; "" if none does."""
@@ -99,7 +99,7 @@ class Parser:
         found, self.at = self.text[self.at : stop], stop + len(end)
         return found
 
-    def _atom(self, depth: int) -> Node:
+    def _atom(self, depth: int) -> ExpressionPart:
         letter, start = self.text[self.at], self.at
         self.at += 1
         if letter == "(":
@@ -109,15 +109,15 @@ class Parser:
         elif letter == "\\":
             return self._escape(start)
         elif letter in "^$":
-            return Node("nothing")
-        return Node("letter", self.text[start : self.at])
+            return ExpressionPart("nothing")
+        return ExpressionPart("letter", self.text[start : self.at])
 
-    def _group(self, depth: int) -> Node:
+    def _group(self, depth: int) -> ExpressionPart:
         if self._takes("?#"):
             while self.at < len(self.text) and self.text[self.at] != ")":
                 self.at += 2 if self.text[self.at] == "\\" else 1
             self.at += 1
-            return Node("nothing")
+            return ExpressionPart("nothing")
         look = self._takes("?=", "?!", "?<=", "?<!")
         if not look and not self._takes("?:", "?>"):
             if self._takes("?<"):
@@ -130,16 +130,16 @@ class Parser:
                     options += self.text[self.at]
                     self.at += 1
                 if self._takes(")"):
-                    return Node("nothing")
+                    return ExpressionPart("nothing")
                 if not self._takes(":"):
-                    raise Refused(
+                    raise UnsupportedExpression(
                         f"a group that begins with '(?{options}{self.text[self.at : self.at + 1]}'"
                     )
             elif self.text.startswith("*", self.at):
-                raise Refused("a group that begins with '(*'")
+                raise UnsupportedExpression("a group that begins with '(*'")
         inner = self.parsed(depth + 1)
         self.at += 1
-        return Node("look", parts=[inner], negative=look.endswith("!")) if look else inner
+        return ExpressionPart("look", parts=[inner], negative=look.endswith("!")) if look else inner
 
     def _class(self) -> None:
         depth = 1
@@ -156,22 +156,22 @@ class Parser:
                 depth -= self.text[self.at] == "]"
                 self.at += 1
 
-    def _escape(self, start: int) -> Node:
+    def _escape(self, start: int) -> ExpressionPart:
         letter = self.text[self.at : self.at + 1]
         self.at += 1
         if letter in "123456789kg" and letter:
-            raise Refused(f"'\\{letter}', which refers to a group")
+            raise UnsupportedExpression(f"'\\{letter}', which refers to a group")
         if letter in "bByYAzZGK":
-            return Node("nothing")
+            return ExpressionPart("nothing")
         if letter in "pPxo" and self._takes("{"):
             self._until("}")
         elif letter in "xu":
             for _ in range(2 if letter == "x" else 4):
                 if self.text[self.at : self.at + 1] in tuple("0123456789abcdefABCDEF"):
                     self.at += 1
-        return Node("letter", self.text[start : self.at])
+        return ExpressionPart("letter", self.text[start : self.at])
 
-    def _repeated(self, node: Node) -> Node:
+    def _repeated(self, node: ExpressionPart) -> ExpressionPart:
         while self.at < len(self.text):
             start, least, most = self.at, 0, None
             if mark := self._takes("*", "+", "?"):
@@ -186,7 +186,7 @@ class Parser:
             else:
                 return node
             self._takes("?", "+")
-            node = Node("repeat", parts=[node], least=least, most=most)
+            node = ExpressionPart("repeat", parts=[node], least=least, most=most)
             self.repeats.append(node)
         return node
 
@@ -196,7 +196,7 @@ def _pumped(text: str, length: int) -> str:
     return (text * (length // max(1, len(text)) + 1))[:length]
 
 
-def _branches(node: Node) -> Iterator[Node]:
+def _branches(node: ExpressionPart) -> Iterator[ExpressionPart]:
     """All alternatives in a part."""
     if node.kind == "choice":
         yield from node.parts
@@ -216,13 +216,13 @@ class Texts:
         self._letters = "".join(dict.fromkeys(LETTERS + pattern))
         self._members = members
         self._known: dict[str, str] = {}
-        parser = Parser(pattern)
+        parser = ExpressionParser(pattern)
         self.root = parser.parsed()
         if parser.at < len(pattern):
-            raise Refused("a parenthesis that closes nothing")
+            raise UnsupportedExpression("a parenthesis that closes nothing")
         self.repeats = [r for r in parser.repeats if r.least != r.most]
         if len(self.repeats) > MOST_QUANTIFIERS:
-            raise Refused(f"more than {MOST_QUANTIFIERS} quantifiers")
+            raise UnsupportedExpression(f"more than {MOST_QUANTIFIERS} quantifiers")
 
     def __iter__(self) -> Iterator[str]:
         self._classes(self.root)
@@ -256,7 +256,7 @@ class Texts:
                     yield f"{before}{_pumped(body, 50)}\0{after}"
                     yield f"{before}{_pumped(body, LONGEST)}\n{after}"
 
-    def _classes(self, node: Node) -> None:
+    def _classes(self, node: ExpressionPart) -> None:
         if node.kind == "letter":
             self._of(node.text)
         for part in node.parts:
@@ -271,7 +271,7 @@ class Texts:
             found = self._known[text] = found or self._members(text, WIDE)
         return found
 
-    def _drawn(self, node: Node, few: bool) -> str:
+    def _drawn(self, node: ExpressionPart, few: bool) -> str:
         """A text that a part matches, with few repetitions or with some."""
         if node.kind == "letter":
             letters = self._of(node.text)
@@ -288,7 +288,7 @@ class Texts:
             return ""
         return "".join(self._drawn(part, few) for part in node.parts)[:LONGEST]
 
-    def _around(self, node: Node, target: Node) -> tuple[str, str] | None:
+    def _around(self, node: ExpressionPart, target: ExpressionPart) -> tuple[str, str] | None:
         """Texts that lead to a part and that follow it; None if it is not in this node."""
         if node is target:
             return "", ""
@@ -321,7 +321,7 @@ def try_out(pattern: str, tokenizers: Any) -> None:
     """Runs an expression on drawn texts.
 
     Raises:
-        Refused: it is slow for one, or it has a part that is not known here.
+        UnsupportedExpression: it is slow for one, or it has a part that is not known here.
     """
 
     def splitter(text: str) -> Any:
@@ -333,7 +333,7 @@ def try_out(pattern: str, tokenizers: Any) -> None:
     except Exception:
         return  # not a valid expression, which the package reports
     if (took := time.process_time() - began) > COMPILING:
-        raise Refused(f"to compile it takes {took:.2g} s")
+        raise UnsupportedExpression(f"to compile it takes {took:.2g} s")
 
     def members(text: str, letters: str) -> str:
         try:
@@ -346,9 +346,11 @@ def try_out(pattern: str, tokenizers: Any) -> None:
         try:
             split.pre_tokenize_str(text)
         except BaseException as error:  # a panic is no Exception
-            raise Refused(f"a text of {len(text)} characters takes too many steps") from error
+            raise UnsupportedExpression(
+                f"a text of {len(text)} characters takes too many steps"
+            ) from error
         if (took := time.process_time() - began) > SECONDS:
-            raise Refused(f"a text of {len(text)} characters takes {took:.2g} s")
+            raise UnsupportedExpression(f"a text of {len(text)} characters takes {took:.2g} s")
 
 
 def main() -> None:
@@ -367,7 +369,7 @@ def main() -> None:
         print(json.dumps([number, ""]), flush=True)
         try:
             try_out(pattern, module)
-        except Refused as error:
+        except UnsupportedExpression as error:
             print(json.dumps([number, str(error)]), flush=True)
             return
     print(json.dumps([len(patterns), ""]), flush=True)
