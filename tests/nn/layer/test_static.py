@@ -247,7 +247,7 @@ CONSTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", CONSTANTS, ids=str)
+@pytest.mark.parametrize("value", CONSTANTS, ids=lambda value: type(value).__name__)
 def test_constants_are_held(value):
     model = Scale(value)
     assert model.o is value or model.o == value
