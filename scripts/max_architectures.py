@@ -71,6 +71,7 @@ class Architecture(NamedTuple):
 ENCODER = {"num_hidden_layers": 2, "pad_token_id": 1}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+WHOLE_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "original_max_position_embeddings": 16, "truncate": False}  # fmt: skip
 ARCHITECTURES = {
@@ -119,6 +120,11 @@ ARCHITECTURES = {
     "mpnet": Architecture("MPNetModel", ENCODER, is_encoder=True, named="MPNetForMaskedLM"),
     # It has no cache, and gives the states of all tokens.
     "qwen3_embedding": Architecture("Qwen3ForCausalLM", {"head_dim": 32}, is_encoder=True),
+    # MAX's files have one gate for each element, and RoPE over the whole head, as Laguna M.1.
+    "laguna": Architecture("LagunaForCausalLM", {
+        "head_dim": 32, "gating": "per-element", "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+        "rope_parameters": {"full_attention": WHOLE_ROPE, "sliding_attention": WHOLE_ROPE}}),
 }  # fmt: skip
 
 
