@@ -262,6 +262,25 @@ def test_programs_of_others_stay_and_are_found_again(model):
             run(model)
 
 
+def test_a_misspelt_site_is_refused_in_each_call(model):
+    place = "layers.1.self_attn:weight"
+    observed = {
+        "capture": lambda: maxjax.capture(model, place),
+        "patch": lambda: maxjax.patch(model, {place: 0.0}),
+    }
+    for what, block in observed.items():
+        for _ in range(2):  # the second call runs a compiled loop, which is not traced again
+            with pytest.raises(
+                UserInputError, match=f"{what}: .* no 'weight' .did you mean 'weights'"
+            ):
+                with block():
+                    model(IDS)
+    for function in (maxjax.captured(CALL, place), maxjax.patched(CALL, {place: 0.0})):
+        for _ in range(2):
+            with pytest.raises(UserInputError, match="no 'weight' .did you mean 'weights'"):
+                function(model, IDS)
+
+
 @pytest.mark.slow
 def test_generation_on_a_mesh(model):
     there = jax.tree.map(lambda a: a, model).to(maxjax.make_mesh(data=2, model=4))

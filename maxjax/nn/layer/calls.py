@@ -69,7 +69,6 @@ def observe(
         result = function(copy)
     if OBSERVING.frames:
         OBSERVING.frames[-1].add(frame.taps())
-        OBSERVING.frames[-1].seen |= frame.seen
     for plan, _, _ in wishes:
         result = unmarked(result, plan)
     return result, frame

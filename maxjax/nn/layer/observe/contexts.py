@@ -285,8 +285,8 @@ def patch(model: Any, patches: Mapping[str, Any]) -> Patching:
         patches: map from patterns to new values or functions, as for :func:`maxjax.patched`.
 
     Raises:
-        UserInputError: a pattern matches no module. A call of the model raises it, before anything runs, if a
-            new value has another shape or dtype.
+        UserInputError: a pattern matches no module. A call of the model raises it if the module does not have the
+            site, and, before anything runs, if a new value has another shape or dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, maxjax

@@ -27,7 +27,9 @@ from ....graph.value import TensorValue, unwrap
 from ....graph.weight.running import RUNNING
 from ....kernels import explicit
 
-# (level of the plan, name, site, what), where what is "value", or "patched" for a place that was patched.
+# (level of the plan, name, site, what), where what is "value", "patched" for a place that was patched, or "seen" for a
+# place that a value has passed, whether or not a plan names it. The last two have no values: as keys they are part of
+# the results of a compiled loop, so that they are known also if the loop is not traced again.
 Key = tuple[int, str, str, str]
 Mark = tuple["Observation", str]
 OUTPUT, INPUT, INPUTS = "output", "input", "inputs"
@@ -124,14 +126,12 @@ class Frame:
 
     Attributes:
         found: recorded values of each place, in the order in which they were computed.
-        seen: (level, name, site) of all places that a value has passed, whether or not a plan names them.
     """
 
     def __init__(self, values: Mapping[Observation, tuple[Any, ...]], loop: Loop | None = None):
         self.values, self.loop = dict(values), loop
         self.trace = trace()
         self.found: dict[Key, list[Any]] = {}
-        self.seen: set[tuple[int, str, str]] = set()
 
     def taps(self) -> Taps:
         """The recorded values, as a pytree."""
@@ -142,7 +142,8 @@ class Frame:
         levels = {plan.level for plan in self.values}
         for key, values in taps.items():
             if key[0] in levels:
-                self._check_trace(key[1], key[2])
+                if key[3] != "seen":
+                    self._check_trace(key[1], key[2])
                 self.found.setdefault(key, []).extend(values)
 
     def numbered(self, plan: Observation, name: str) -> list[tuple[int, str]] | None:
@@ -195,7 +196,7 @@ class Frame:
     def see(self, plan: Observation, name: str, site: str) -> list[str]:
         """Notes that a place exists; returns its name, or the names for all layers of a loop."""
         names = self.names(plan, name)
-        self.seen.update((plan.level, full, site) for full in names)
+        self.found.update({(plan.level, full, site, "seen"): [] for full in names})
         return names
 
     def _check_trace(self, name: str, site: str) -> None:
@@ -259,6 +260,11 @@ def opened(frame: Frame) -> Iterator[Frame]:
         yield frame
     finally:
         frames.pop()
+
+
+def marked_places(taps: Taps, plan: Observation, what: str) -> set[tuple[str, str]]:
+    """(name, site) of the places that are marked as "patched" or "seen" for a plan."""
+    return {(name, site) for level, name, site, own in taps if (level, own) == (plan.level, what)}
 
 
 def live() -> dict[Observation, tuple[Any, ...]]:

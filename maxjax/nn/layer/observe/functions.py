@@ -15,7 +15,7 @@ from ....errors import UserInputError
 from ..calls import Wish, observe
 from ..walk import check_module
 from .captures import Captures
-from .frames import CallerFunction, Observation, Patch, Taps, next_level
+from .frames import CallerFunction, Observation, Patch, Taps, marked_places, next_level
 from .places import Place, natural, places, unseen
 
 
@@ -227,8 +227,8 @@ def check_passed(
     strict: bool = True,
 ) -> None:
     """Raises an error if none of a pattern's places was captured or patched."""
-    seen = {(name, site) for level, name, site in frame.seen if level == plan.level}
-    passed = passed_places(frame.taps(), plan)
+    taps = frame.taps()
+    seen, passed = marked_places(taps, plan, "seen"), passed_places(taps, plan)
     for group in found:
         if error := unseen(group, passed, seen, what, strict=strict):
             raise error
@@ -236,12 +236,7 @@ def check_passed(
 
 def passed_places(found: Taps, plan: Observation) -> set[Place]:
     """The places that were captured or patched."""
-    patched = {
-        (name, site)
-        for level, name, site, what in found
-        if level == plan.level and what == "patched"
-    }
-    return patched | Captures.of(found, plan.level).places
+    return marked_places(found, plan, "patched") | Captures.of(found, plan.level).places
 
 
 def _check_function(function: Any, what: str) -> None:

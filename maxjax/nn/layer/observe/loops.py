@@ -88,14 +88,12 @@ class LoopFrame:
 
     @contextmanager
     def layer(self, layer: Any, number: Any) -> Iterator[Frame]:
-        """Opens the frame of one layer; the outer frame learns which places it has passed."""
+        """Opens the frame of one layer."""
         where = {plan: name for plan, name in layer._mx_marks if plan in self.values}
         part = next(iter(where.values())).rpartition(".")[2]
         loop = Loop(where, self.members[part], number) if is_span(part) else None
         with opened(Frame(self.values, loop)) as frame:
             yield frame
-        if OBSERVING.frames:
-            OBSERVING.frames[-1].seen |= frame.seen
 
 
 class Kept:

@@ -12,7 +12,15 @@ from typing import Any
 
 from ....errors import UnsupportedModelError, UserInputError
 from ..definition import marked
-from .frames import Frame, Observation, Taps, current_observers, next_level, opened
+from .frames import (
+    Frame,
+    Observation,
+    Taps,
+    current_observers,
+    marked_places,
+    next_level,
+    opened,
+)
 from .places import Place, unseen
 
 
@@ -36,13 +44,13 @@ def tapped(model: Any, patches: Sequence[Any], function: Callable[[], Any]) -> t
     plans = [plan for plan, _ in model._mx_marks]
     with opened(Frame(dict(zip(plans, patches, strict=True)))) as frame:
         result = function()
+    taps = frame.taps()
     for plan in plans:
-        _check_sites(plan, frame)
-    return result, frame.taps()
+        _check_sites(plan, marked_places(taps, plan, "seen"))
+    return result, {key: values for key, values in taps.items() if key[3] != "seen"}
 
 
-def _check_sites(plan: Observation, frame: Frame) -> None:
-    seen: set[Place] = {(name, site) for level, name, site in frame.seen if level == plan.level}
+def _check_sites(plan: Observation, seen: set[Place]) -> None:
     for site in sorted({site for _, site in plan.places}):
         group = [place for place in sorted(plan.places) if place[1] == site]
         what = "patch" if plan.patches else "capture"
