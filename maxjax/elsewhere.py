@@ -14,7 +14,7 @@ def _named(**groups: str) -> Mapping[str, str]:
     return {name: own for own, names in groups.items() for name in names.split()}
 
 
-# Arguments that have another name here: of generate and similar functions, of load, and of embed.
+# Arguments that have another name here: of generate and similar functions, of load, of embed, and of lora.add.
 _GENERATE = _named(
     max_new_tokens="max_tokens max_length max_completion_tokens max_output_tokens n_predict max_gen_len",
     min_new_tokens="min_tokens min_length min_completion_tokens",
@@ -41,6 +41,13 @@ _EMBED = _named(
     pooling="pooling_mode pooling_strategy",
     prompt="instruction",
 )
+_LORA = _named(
+    patterns="target_modules target_parameters layers_pattern layers_to_transform",
+    rank="r lora_rank lora_r",
+    alpha="lora_alpha",
+    rslora="use_rslora",
+    dora="use_dora",
+)
 # Names, separated by spaces → what to do instead of passing such an argument.
 _ADVICE = {
     "do_sample": "temperature=: 0 is greedy, a larger value samples",
@@ -62,6 +69,9 @@ _ADVICE = {
     "n_ctx max_model_len max_seq_len":
         "nothing: the cache grows with the text, up to the model's context",
     "proxies endpoint": "the environment: HTTPS_PROXY, HF_ENDPOINT",
+    "lora_dropout dropout": "nothing: LoRA has no dropout here",
+    "modules_to_save": "maxjax.partition(model, …), which selects the weights that are trained",
+    "system system_prompt": 'messages=[{"role": "system", "content": …}] of maxjax.Conversation',
     "variant": "filename= of maxjax.load, with the whole name of the file",
     "sampling_params": "sampling=maxjax.Sampling(…)",
     "generation_config": "sampling=maxjax.Sampling.from_generation_config(…)",
@@ -81,7 +91,8 @@ _LAYERS = _named(
     eps="epsilon layer_norm_eps",
 )
 _HOMES = (
-    ("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED), ("maxjax.nn.Linear", _LAYERS)
+    ("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED), ("maxjax.lora.add", _LORA),
+    ("maxjax.nn.Linear", _LAYERS),
 )  # fmt: skip
 # Methods of PyTorch's modules and of transformers' models → what to write instead, after "use" or as a sentence.
 _METHODS = {
@@ -158,15 +169,17 @@ def meant(name: str, names: Iterable[str], call: str = "") -> str:
     return f": did you mean {like}=?" if like else ""
 
 
-def unknown_argument(function: Callable[..., Any], name: str) -> UnknownArgumentError:
-    """The error for a keyword argument that a function of ``maxjax`` does not have.
+def unknown_argument(
+    function: Callable[..., Any], name: str, home: str = "maxjax"
+) -> UnknownArgumentError:
+    """The error for a keyword argument that a function of ``maxjax``, or of its module ``home``, does not have.
 
     Example:
         >>> def load(path, *, mesh=None, dtype="auto"): ...
         >>> print(unknown_argument(load, "device_map"))
         maxjax.load() got an unexpected keyword argument 'device_map': use mesh=maxjax.make_mesh(…)
     """
-    call, parameters = f"maxjax.{function.__name__}", inspect.signature(function).parameters
-    names = [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
+    call, parameters = f"{home}.{function.__name__}", inspect.signature(function).parameters
+    names = [name for name, one in parameters.items() if one.default is not one.empty]
     hint = meant(name, names, call) or f"; it takes {', '.join(names)}"
     return UnknownArgumentError(f"{call}() got an unexpected keyword argument {name!r}{hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ from ..text.tokenizer.arguments import check_is_tokenizer
 from ..text.tokenizer.tokenizer import Tokenizer
 from .file_set import Progress, json_bytes, write_set
 
+_LOG = logging.getLogger("maxjax")
 # Metadata that transformers requires of a safetensors file.
 METADATA = {"format": "pt"}
 
@@ -64,7 +66,7 @@ def save_pretrained(
         tokenizer: tokenizer to write as well.
         dtype: dtype that float weights are converted to and quantised weights dequantised to. By
             default all weights are written as they are; quantised weights in safetensors can be
-            opened by maxjax only.
+            opened by maxjax only, and a warning is logged if there are any.
         config: content of ``config.json`` to use instead of the model's own.
         max_shard_size: maximum size of one file, "5GB", "500MB" or a number of bytes; a larger
             checkpoint is split into several files.
@@ -124,6 +126,14 @@ def save_pretrained(
             data |= {name: rest[name].data() for name in unloaded.names if name not in data}
         elif isinstance(model, PretrainedModel):
             data = model.family.stored(data)
+        packed = next((name for name, one in data.items() if one.is_packed), None)
+        if packed is not None and isinstance(model, PretrainedModel) and together.is_leader:
+            _LOG.warning(
+                "save_pretrained: weights such as '%s' are quantised, and only maxjax opens '%s': pass "
+                "dtype='bfloat16' to write a checkpoint that transformers opens",
+                packed,
+                directory,
+            )
         outgoing = [outgoing_data(one, name) for name, one in data.items()]
         if config is not None:  # that of a model is written in any case
             config = config if "torch_dtype" in config else {"dtype": None, **config}

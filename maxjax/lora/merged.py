@@ -128,7 +128,8 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
         if not requantize:
             raise UserInputError(
                 f"the base weight of '{target.names[0]}' is quantised ({packing.value}), and merging would round it "
-                "again: pass requantize=True for that, or keep the LoRA weights apart (lora.save)"
+                "again: load the model with dtype='float32' before tuning, keep the adapter apart "
+                "(maxjax.lora.save), or pass requantize=True"
             )
         if packing.value not in ENCODERS:
             raise NotImplementedError(

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from ..dtype import DType
+from ..elsewhere import unknown_argument
 from ..engine.isolation import isolated
 from ..errors import UserInputError
 from ..graph.placement.specs import names_in, spec_of
@@ -43,6 +44,7 @@ def add(
     bias: str = "none",
     dtype: Any = "float32",
     key: jax.Array | None = None,
+    **unknown: Any,
 ) -> M:
     """Returns a new model with LoRA weights A and B: linear layers compute ``x @ W.T + scale · (x @ A.T) @ B.T``.
 
@@ -77,6 +79,7 @@ def add(
     Raises:
         UserInputError: a pattern names no layer, an argument is not valid, the model has LoRA weights
             already, or a ``key`` is given and the model is not loaded.
+        TypeError: an argument is unknown; the message suggests the right name if it can.
         NotImplementedError: a pattern names experts or layers of other kinds, or ``dora`` is set for a layer with
             ``clip_weight``.
 
@@ -88,6 +91,8 @@ def add(
         >>> sorted(model.raw_state_dict())
         ['0.lora_A.weight', '0.lora_B.weight', '0.weight', '1.weight']
     """
+    for name in unknown:
+        raise unknown_argument(add, name, "maxjax.lora")
     if type(rank) is not int or rank < 1:
         raise UserInputError(f"rank must be a positive integer, not {rank!r}")
     alpha = float(rank) if alpha is None else alpha

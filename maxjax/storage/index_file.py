@@ -107,6 +107,12 @@ class _Index:
                 "the index must be a JSON object", expected="an object", found=type(value).__name__
             )
         if "weight_map" not in value:
+            if not is_index(self.path, self.end):
+                raise self.text.error(
+                    f"this is {os.path.basename(self.path)}, which holds no weights",
+                    expected="weights, their index, or their folder",
+                    hint="Pass its folder.",
+                )
             raise self._error(
                 "is missing",
                 expected="an object: tensor name to file name",

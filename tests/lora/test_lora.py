@@ -172,7 +172,10 @@ def test_over_blocks_gradients_reach_a_and_b_only(model, packed):
     expected = gradient_of(*maxjax.partition(wide, "*.lora_*"))
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=1e-6)
-    with pytest.raises(UserInputError, match=r"quantised \(Q8_0\).* requantize=True"):
+    with pytest.raises(
+        UserInputError,
+        match=r"quantised \(Q8_0\).* dtype=.float32. before tuning.*lora.save.* requantize=True",
+    ):
         lora.merge(tuned)
     again = lora.merge(tuned, requantize=True)
     assert jax.tree.structure(again) == jax.tree.structure(base)
@@ -510,3 +513,18 @@ def test_adapters_of_experts_are_refused_where_they_are_loaded(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(NotImplementedError, match="experts are not supported.*experts.0.w1"):
         maxjax.lora.load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("target_modules", "did you mean patterns="),
+        ("r", "did you mean rank="),
+        ("lora_alpha", "did you mean alpha="),
+        ("lora_dropout", "no dropout"),
+        ("wholly_unknown", "it takes patterns, rank, "),
+    ],
+)
+def test_arguments_of_add_that_peft_calls_otherwise(model, name, says):
+    with pytest.raises(TypeError, match=f"lora.add.. got an unexpected.*'{name}'.*{says}"):
+        lora.add(model, **{name: 1})

@@ -281,6 +281,14 @@ def test_an_index_of_a_variant(stem, tmp_path):
         assert list(table.entries) == ["a"]
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_file_beside_the_weights(name, tmp_path):
+    put(tmp_path, "model.safetensors", tensors=("a",))
+    (tmp_path / name).write_text('{"model": {}}')
+    error = refused(tmp_path / name, CheckpointFormatError)
+    assert f"this is {name}" in str(error) and "Pass its folder" in str(error)
+
+
 def test_tied_tensors_in_two_files_of_a_set(tmp_path):
     """As written by tools that do not drop the duplicate; both are there, and equal."""
     put(tmp_path, "model-00001-of-00002.safetensors", tensors=("embed.weight",))

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from ...errors import UnknownArgumentError
 from ...lockstep import Lockstep
 from ...models.weights import shardings_of
 from ...rendering.rendered import Rendered
@@ -101,7 +102,7 @@ class Conversation(Rendered):
         self._prompt([{"role": "user", "content": "?"}])  # raises now if there is no template
 
     @isolated()
-    def say(self, text: str | Mapping[str, Any]) -> Stream:
+    def say(self, text: str | Mapping[str, Any], **unknown: Any) -> Stream:
         """Sends a user message, or another message such as the result of a function, and streams the answer.
 
         Once the stream ends, is closed or is dropped, the message and the answer are added to
@@ -111,8 +112,13 @@ class Conversation(Rendered):
         Raises:
             UserInputError: the chat is longer than the model's context (see :meth:`make_room`), or
                 the template rejects it.
-            TypeError: ``text`` is neither a str nor a message.
+            TypeError: ``text`` is neither a str nor a message, or there are further arguments.
         """
+        for name in unknown:
+            raise UnknownArgumentError(
+                f"Conversation.say() got an unexpected keyword argument {name!r}: settings are those of the whole "
+                f"chat, use maxjax.Conversation(model, tokenizer, {name}=…)"
+            )
         with self._lock:  # threads take turns
             self._interrupt()
             return self._stream(text)

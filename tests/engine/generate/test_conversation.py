@@ -80,6 +80,15 @@ def test_arguments_that_no_text_can_have(model):
         maxjax.generate(model, chat, "a", stop="x" * 5_000_000)
 
 
+def test_settings_are_those_of_the_whole_chat(model):
+    chat = maxjax.Conversation(model, characters(), max_new_tokens=2)
+    with pytest.raises(TypeError, match=r"Conversation\(model, tokenizer, max_new_tokens=…\)"):
+        chat.say("a", max_new_tokens=2)
+    assert not chat.messages
+    with pytest.raises(TypeError, match='messages=.."role": "system"'):
+        maxjax.Conversation(model, characters(), system="b")
+
+
 SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2}
 # A cache of every token is cut to any length; one that goes round may have to be filled anew.
 KINDS = pytest.mark.parametrize("kind", ["Llama", "Mistral"])

@@ -309,10 +309,14 @@ def test_values_that_no_block_holds(bad):
         maxjax.quantize(model, "q4_k")
 
 
-def test_what_is_saved_and_opened_again(tiny, tmp_path):
+def test_what_is_saved_and_opened_again(tiny, tmp_path, caplog):
     model, _ = tiny
     quantised, _ = maxjax.quantize(model, "q4_0")
+    maxjax.save_pretrained(quantised, tmp_path / "wide", dtype="bfloat16")
+    assert not caplog.records
     maxjax.save_pretrained(quantised, tmp_path)
+    (said,) = caplog.messages
+    assert "only maxjax opens" in said and "pass dtype='bfloat16'" in said
     again, _ = maxjax.load(tmp_path, tokenizer=False)
     for (name, one), two in zip(
         quantised.raw_state_dict().items(), again.raw_state_dict().values(), strict=True
