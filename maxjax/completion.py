@@ -19,7 +19,7 @@ from typing import Any
 _WITH_ATTRIBUTES = (
     ("maxjax.nn.layer.stack.layer_stack", "LayerStack"),
     ("maxjax.nn.layer.stack.expert_stack", "ExpertStack"),
-    ("maxjax.graph.weights.cursor", "Weights"),
+    ("maxjax.graph.weights.cursor", "FileWeights"),
     ("maxjax.graph.weights.cursor", "SafetensorWeights"),
     ("maxjax.graph.weights.load", "GGUFWeights"),
 )
@@ -48,7 +48,7 @@ def register() -> bool:
             return False
     for allowed, classes in (
         ("allowed_getitem_external", [*_LISTS, *_WITH_ATTRIBUTES]),
-        ("allowed_getattr_external", _WITH_ATTRIBUTES),
+        ("allowed_getattr_external", [*_WITH_ATTRIBUTES, ("maxjax.nn.layer.module", "Module")]),
     ):
         names = getattr(policy, allowed, None)
         if not isinstance(names, set):

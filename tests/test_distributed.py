@@ -457,7 +457,7 @@ def test_what_differs_or_fails_is_told_to_all(two):
         assert there[name] == "ArithmeticError: no more"
         assert ": process 1 raised ArithmeticError: no more" in here[name]
     for told in (here, there):
-        assert told["still"] == "\n5 + 6 = 1"
+        assert told["still"] == "5 + 6 = 11"
         assert max(value for name, value in told.items() if name.endswith("seconds")) < 60
 
 

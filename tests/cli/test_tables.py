@@ -165,6 +165,7 @@ def test_inspect_in_a_terminal_says_what_it_says_in_a_pipe():
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
     environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("COLUMNS", None)  # the terminal's size counts
     subprocess.run(command, stdout=inner, check=True, env=environment)
     os.close(inner)
     shown = b""

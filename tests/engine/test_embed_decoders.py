@@ -118,7 +118,7 @@ def test_without_files_it_must_be_said(tmp_path, capsys):
     from maxjax.cli import application as cli
 
     assert cli.main(["embed", "--model", str(tmp_path), "abc"]) == 1
-    assert "--pooling 'lasttoken'" in capsys.readouterr().err
+    assert "--pooling lasttoken" in capsys.readouterr().err
     assert cli.main(["embed", "--model", str(tmp_path), "--pooling", "lasttoken", "abc"]) == 0
     line = json.loads(capsys.readouterr().out)
     np.testing.assert_allclose(line["embedding"], last[1], atol=1e-6)

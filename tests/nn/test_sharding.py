@@ -1208,7 +1208,7 @@ def test_several_devices_with_a_strategy():
 
 
 def unknown_mesh():
-    return jax.make_mesh((2,), ("zz",), axis_types=(AxisType.Auto,))
+    return jax.make_mesh((2, 2), ("zz", "yy"), axis_types=(AxisType.Auto,) * 2)
 
 
 def model4():
@@ -1226,7 +1226,7 @@ def model4():
         (model4, {"rules": {"weight": P("data")}}, "weight 'weight': .*'data'.* the mesh has the axes model"),
         (model4, {"rules": {"bias": P("nope")}}, "weight 'bias': .*'nope'"),
         (model4, {"rules": {"*.wieght": P("model")}}, r"no weight .*'\*.wieght'.* did you mean 'weight'"),
-        (unknown_mesh, {}, "the mesh has the axes zz"),
+        (unknown_mesh, {}, "the mesh has the axes zz, yy"),
         (lambda: maxjax.make_mesh(data=2), {"sharding_strategy": S.rowwise(2)}, "'model'.* has data"),
         (lambda: maxjax.make_mesh(data=2), {"sharding_strategy": S.expert_parallel(2)}, "'expert'"),
         (model4, {"rules": {"weight": P("model", "tp")}}, "weight 'weight': .* twice"),
