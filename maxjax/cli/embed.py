@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 from ..errors import UserInputError
 from ..progress import short, task
 from .options import auto_or_float, file_path, pooling, positive
+from .tables import json_line
 
 
 def model_argument(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +132,7 @@ def _lines(texts: Iterable[str], embeddings: Any) -> Iterator[str]:
     for text, row in zip(texts, embeddings, strict=True):
         # The shortest digits that give the same float32 again.
         vector = [float(str(v)) for v in row]
-        yield json.dumps({"text": text, "embedding": vector}, ensure_ascii=False)
+        yield json_line({"text": text, "embedding": vector})
 
 
 def stdin_lines() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from .model import (
     template_variables,
 )
 from .options import file_path, setting
+from .tables import json_line
 from .terminal import decoded
 
 
@@ -135,7 +135,7 @@ def _json(found: Any, seed: int | None) -> str:
             }
             for one in found.logprobs
         ]
-    return json.dumps(document, ensure_ascii=False)
+    return json_line(document)
 
 
 def _finite(number: float) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 
@@ -11,6 +10,7 @@ from ..errors import UserInputError
 from ..progress import short, task
 from .embed import batch_arguments, model_argument, stdin_lines
 from .options import positive
+from .tables import json_line
 
 
 def rerank_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +63,6 @@ def rerank(options: argparse.Namespace) -> Iterable[str]:
     )  # [n] float32  # fmt: skip
     best = (-scores).argsort(kind="stable")[: options.top]
     return (
-        json.dumps(
-            {"index": int(i), "score": float(str(scores[i])), "text": documents[i]},
-            ensure_ascii=False,
-        )
+        json_line({"index": int(i), "score": float(str(scores[i])), "text": documents[i]})
         for i in best
     )

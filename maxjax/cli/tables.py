@@ -6,6 +6,7 @@ colours. rich is imported for a terminal only.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -48,6 +49,17 @@ def show(parts: Iterable[str | Table]) -> None:
         for line in found:
             sys.stdout.write(printable(line, keep="\n\t") + "\n")
     sys.stdout.flush()
+
+
+def json_line(value: Any) -> str:
+    """Return a value as one line of JSON: letters of all scripts as they are, what is not printable escaped.
+
+    Example:
+        >>> print(json_line(["\u00e9", "a\x9b"]))
+        ["\u00e9", "a\\u009b"]
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def wrapped(texts: Iterable[str], width: int | None = None) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -179,3 +180,11 @@ def test_inspect_in_a_terminal_says_what_it_says_in_a_pipe():
     assert "\x1b[1m" in shown.decode()
     words = [line.split() for line in text.replace("─", "").splitlines() if line.split()]
     assert words == [line.split() for line in piped.splitlines() if line.split()]
+
+
+@pytest.mark.parametrize("text", ["é", "a\x1b[2J", "\x7f\x9b\u202e\ud800", "\U000e0001\n\t"])
+def test_what_is_printed_as_json_is_read_back(text, capsys):
+    tables.show([tables.json_line({"text": text})])
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == {"text": text} and shown.isascii() == (text != "é")
+    assert shown.rstrip("\n").isprintable()
