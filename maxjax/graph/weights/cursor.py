@@ -399,7 +399,7 @@ class _Layers(PartSource):
                 parts[axis] = str(number)
             one = ".".join(parts)
             self._places[one] = stack.name, index
-            found[one] = WeightData.lazy(self, one, stack._dtype, inner)
+            found[one] = WeightData.lazy(self, one, stack.dtype, inner)
         return found
 
     def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
