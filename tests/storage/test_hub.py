@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import http.server
+import importlib
 import json
 import os
 import re
@@ -354,6 +355,9 @@ def test_its_bars_are_shown_where_ours_are(hub, monkeypatch, shown):
     from maxjax.storage import hub as storage_hub
 
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    # Its module of bars has a copy, taken when it was imported.
+    bars = importlib.import_module("huggingface_hub.utils.tqdm")
+    monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", None)
     enable_progress_bars()  # transformers, which other tests ask, may have disabled them
     monkeypatch.setattr(storage_hub, "is_on", lambda: shown)
     hub.repos["org/name"] = repository()
