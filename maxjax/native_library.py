@@ -121,8 +121,6 @@ def find_or_build() -> tuple[Path | None, str]:
         return found, ""
     try:
         return build_cached(), ""
-    except subprocess.CalledProcessError as error:
-        return None, f"{shlex.join(error.cmd)} says: {error.stderr.strip()[-2000:]}"
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a CXX with one quote
         return None, str(error)
 
@@ -156,7 +154,7 @@ def build_cached(every_level: bool = False) -> Path:
 
     Raises:
         FileNotFoundError: there is no compiler.
-        subprocess.CalledProcessError: the compiler failed; ``stderr`` has its messages.
+        RuntimeError: the compiler fails, or failed before; the message quotes it.
         OSError: the cache cannot be written to.
     """
     from .cache_folder import make_private, unsafe_reason
@@ -176,8 +174,8 @@ def build_cached(every_level: bool = False) -> Path:
         with task("compiling CPU kernels for this processor, once"):
             try:
                 return build(path, features=None if every_level else processor_features())
-            except subprocess.CalledProcessError as error:
-                failure.write_text(f"{shlex.join(error.cmd)} says: {error.stderr.strip()[-2000:]}")
+            except RuntimeError as error:
+                failure.write_text(str(error))
                 raise
 
 
@@ -290,7 +288,7 @@ def build(
 
     Raises:
         FileNotFoundError: there is no compiler.
-        subprocess.CalledProcessError: the compiler failed; ``stderr`` has its messages.
+        RuntimeError: the compiler failed; the message quotes it.
     """
     cxx, extra = compiler(), list(extra)
     # Linked in the same folder, so that the move is atomic.
@@ -332,7 +330,9 @@ def _headers() -> str:
 
 def _run(command: list[str]) -> None:
     # Compiler messages are in the user's language, and not always in the locale's encoding.
-    subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} says: {done.stderr.strip()[-2000:]}")
 
 
 # --- as a program, and as a hook of hatchling -----------------------------------------------
@@ -357,10 +357,8 @@ def get_build_hook() -> Any:
             output = Path(self.folder) / PACKAGED.name
             try:
                 build(output, machine=target.removeprefix("linux_"))
-            except subprocess.CalledProcessError as error:
-                raise RuntimeError(
-                    f"the kernels for {target} were not built: {error.stderr}"
-                ) from error
+            except RuntimeError as error:
+                raise RuntimeError(f"the kernels for {target} were not built: {error}") from error
             place = PACKAGED.relative_to(SOURCES.parent.parent.parent)
             build_data["force_include"][str(output)] = str(place)
             build_data["pure_python"], build_data["tag"] = False, f"py3-none-{target}"
@@ -385,10 +383,7 @@ def main() -> int:
         extra = [f"-fsanitize={options.sanitize}", "-fno-sanitize-recover=all", "-g"]
     try:
         print(build(options.output, extra=extra))
-    except subprocess.CalledProcessError as error:
-        print(shlex.join(error.cmd), error.stderr, sep="\n", file=sys.stderr)
-        return 1
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

