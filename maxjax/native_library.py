@@ -188,7 +188,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 def _sources_and_headers() -> Iterable[bytes]:
     """What the library is made of: the sources, this file, and jaxlib, whose headers are compiled too."""
-    for path in sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h"), Path(__file__)]):
+    for path in [*sorted(SOURCES.glob("*.cc")), *sorted(SOURCES.glob("*.h")), Path(__file__)]:
         yield path.read_bytes()
     yield version("jaxlib").encode()
 

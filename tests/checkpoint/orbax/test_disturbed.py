@@ -36,15 +36,17 @@ def test_a_worker_that_is_forked_during_a_save_holds_nothing_and_ends(tmp_path):
 
 
 DELETES = """
-import shutil, sys, time
+import os, shutil, sys, time
 import numpy as np
 from maxjax import checkpoint
 from maxjax.errors import CheckpointSaveError
 
 arrays = {f"a{i}": np.ones((500, 500), np.float32) for i in range(40)}
-for milliseconds in range(0, 60, 10):
+for milliseconds in (0, 0, 0, 10, 20, 40):
     checkpoint.save(sys.argv[1], None, tree={"a": np.ones(1)}, step=1)
     response = checkpoint.save_async(sys.argv[1], None, tree=arrays)
+    while not response.done() and os.listdir(sys.argv[1]) == ["1"]:
+        pass
     time.sleep(milliseconds / 1000)
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     try:
