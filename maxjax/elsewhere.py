@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from .errors import UnknownArgumentError, closest
@@ -89,10 +90,16 @@ _LAYERS = _named(
     hidden_dim="embedding_dim",
     vocab_size="num_embeddings",
     eps="epsilon layer_norm_eps",
+    num_heads="num_attention_heads",
+)
+_CONFIG = _named(
+    num_hidden_layers="num_layers n_layer n_layers",
+    num_attention_heads="num_heads n_head n_heads",
+    num_key_value_heads="num_kv_heads n_head_kv n_kv_heads",
 )
 _HOMES = (
     ("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED), ("maxjax.lora.add", _LORA),
-    ("maxjax.nn.Linear", _LAYERS),
+    ("maxjax.nn.Linear", _LAYERS), ("maxjax.models.LlamaConfig", _CONFIG),
 )  # fmt: skip
 # Methods of PyTorch's modules and of transformers' models → what to write instead, after "use" or as a sentence.
 _METHODS = {
@@ -167,6 +174,36 @@ def meant(name: str, names: Iterable[str], call: str = "") -> str:
         return f": it is an argument of {home}"
     like = closest(name, names)
     return f": did you mean {like}=?" if like else ""
+
+
+def check_keywords(cls: type, given: Iterable[str]) -> None:
+    """Raises UnknownArgumentError for a keyword argument that a class does not take, with its name here.
+
+    Example:
+        >>> class Config:
+        ...     def __init__(self, num_hidden_layers): ...
+        >>> check_keywords(Config, ["num_layers"])
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.UnknownArgumentError: Config() got an unexpected keyword argument 'num_layers':
+        did you mean num_hidden_layers=?
+    """
+    try:
+        parameters = _signature(cls.__init__).parameters
+    except (TypeError, ValueError):  # a class whose __init__ has no signature
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    names = list(parameters)[1:]
+    for name in given:
+        if name not in names:
+            hint = meant(name, names) or f"; it takes {', '.join(names) or 'none'}"
+            raise UnknownArgumentError(
+                f"{cls.__name__}() got an unexpected keyword argument {name!r}{hint}"
+            )
+
+
+_signature = lru_cache(maxsize=4096)(inspect.signature)
 
 
 def unknown_argument(

@@ -108,7 +108,7 @@ def trace(case: Case, topology: str) -> tuple[Any, int]:
         case.program, model, mesh,
         batch=case.batch, capacity=case.capacity, tokens=case.tokens, cache_dtype=case.cache_dtype,
     )  # fmt: skip
-    return program, model.config.num_layers
+    return program, model.config.num_hidden_layers
 
 
 def compiled(

@@ -27,7 +27,12 @@ WANTED = 1.1
 
 def model_of(layers: int, size: int) -> Llama:
     config = LlamaConfig(
-        1000, size, 3 * size, num_layers=layers, num_heads=size // 32, num_kv_heads=size // 64
+        1000,
+        size,
+        3 * size,
+        num_hidden_layers=layers,
+        num_attention_heads=size // 32,
+        num_key_value_heads=size // 64,
     )
     return maxjax.init(Llama(config), jax.random.key(0))
 

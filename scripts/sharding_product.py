@@ -108,7 +108,9 @@ def bert(layers: int = 2, stacked: bool = False, heads: int = 4) -> Any:
     """A small BERT with a pooler."""
     from maxjax.models.bert import BertConfig, BertModel
 
-    config = BertConfig(104, E, 64, num_layers=layers, num_heads=heads, max_position_embeddings=16)
+    config = BertConfig(
+        104, E, 64, num_hidden_layers=layers, num_attention_heads=heads, max_position_embeddings=16
+    )
     model = BertModel(config, "float32")
     if stacked:
         model.encoder.layer = model.encoder.layer.stack()

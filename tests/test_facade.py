@@ -195,7 +195,7 @@ def test_what_is_no_model_and_what_is_no_tokenizer(name):
 
 @pytest.mark.parametrize("ids", ["a text", 5, [1.5], [], [[1], [1, 2]], None])
 def test_first_nan_takes_token_ids(ids):
-    config = maxjax.models.LlamaConfig(16, 4, 8, num_layers=1, num_heads=1)
+    config = maxjax.models.LlamaConfig(16, 4, 8, num_hidden_layers=1, num_attention_heads=1)
     model = maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
     with pytest.raises(maxjax.errors.UserInputError, match="ids are token ids"):
         maxjax.first_nan(model, ids)

@@ -11,7 +11,7 @@ from maxjax.interop import trees
 from maxjax.models import Decoder
 from maxjax.models.llama import Llama, LlamaConfig
 
-CONFIG = LlamaConfig(32, 32, 32, num_layers=2, num_heads=2)
+CONFIG = LlamaConfig(32, 32, 32, num_hidden_layers=2, num_attention_heads=2)
 
 
 def arrays(model):

@@ -32,7 +32,7 @@ class AlbertConfig(BertConfig):
 
     model_type = "albert"
 
-    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000)
+    num_hidden_layers: int = setting(minimum=1, maximum=1000)
     hidden_act: str = setting(default="gelu_new")
     embedding_size: int = setting(default=128, minimum=1, held="axis")
     num_hidden_groups: int = setting(default=1, minimum=1, maximum=1000, held="layers")
@@ -81,7 +81,7 @@ class AlbertTransformer(Module):
     def __init__(self, config: AlbertConfig, types: Types):
         super().__init__()
         count = config.num_hidden_groups
-        self.each = [i * count // config.num_layers for i in range(config.num_layers)]
+        self.each = [i * count // config.num_hidden_layers for i in range(config.num_hidden_layers)]
         self.embedding_hidden_mapping_in = types.linear(config.embedding_size, config.hidden_size)
         self.albert_layer_groups: Any = LayerList(_group(config, types) for _ in range(count))
 
@@ -107,7 +107,7 @@ class AlbertModel(Encoder):
     """An ALBERT without a head.
 
     Example:
-        >>> model = AlbertModel(AlbertConfig(100, 8, 16, num_layers=12, num_heads=2))
+        >>> model = AlbertModel(AlbertConfig(100, 8, 16, num_hidden_layers=12, num_attention_heads=2))
         >>> sum("attention.query.weight" in name for name in model.raw_state_dict())
         1
     """

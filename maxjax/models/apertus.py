@@ -129,7 +129,7 @@ class Apertus(Decoder):
     """An Apertus language model.
 
     Example:
-        >>> model = Apertus(ApertusConfig(100, 8, 16, num_layers=1, num_heads=2))
+        >>> model = Apertus(ApertusConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "act_fn" in name][:2]
         ['model.layers.0.mlp.act_fn.alpha_p', 'model.layers.0.mlp.act_fn.alpha_n']
     """

@@ -48,7 +48,7 @@ class BertSelfAttention(Module):
     def __init__(self, config: EncoderConfig, types: Types):
         super().__init__()
         size = config.hidden_size
-        self.num_heads = config.num_heads
+        self.num_heads = config.num_attention_heads
         self.softmax_dtype = types.reduce
         self.query = types.linear(size, size)
         self.key = types.linear(size, size)
@@ -149,7 +149,7 @@ class BertModel(Encoder):
         head: whether the model has a classification head.
 
     Example:
-        >>> config = BertConfig(100, 8, 16, num_layers=2, num_heads=2)
+        >>> config = BertConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = BertModel(config, "float32")
         >>> out = jax.eval_shape(lambda m, x: m(x), model, jax.numpy.zeros((3, 5), int))
         >>> out.last_hidden_state.shape, out.pooler_output.shape
@@ -164,7 +164,7 @@ class BertModel(Encoder):
             config, types, positions=config.max_position_embeddings,
             token_types=config.type_vocab_size,
         )  # fmt: skip
-        layers = (BertLayer(config, types) for _ in range(config.num_layers))
+        layers = (BertLayer(config, types) for _ in range(config.num_hidden_layers))
         self.encoder = Layers("layer", layers)
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:

@@ -22,7 +22,7 @@ class CamembertModel(RobertaModel):
     """A CamemBERT without a head.
 
     Example:
-        >>> CamembertModel(CamembertConfig(100, 8, 16, num_layers=2, num_heads=2)).max_length
+        >>> CamembertModel(CamembertConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)).max_length
         510
     """
 

@@ -30,8 +30,8 @@ class CodeGenConfig(GPTJConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_heads % _DEVICES:
-            raise ValueError(f"'n_head' {self.num_heads} is not a multiple of {_DEVICES}")
+        if self.num_attention_heads % _DEVICES:
+            raise ValueError(f"'n_head' {self.num_attention_heads} is not a multiple of {_DEVICES}")
 
 
 class CodeGenAttention(GPTJAttention):
@@ -71,7 +71,7 @@ class CodeGen(GPTJ):
     """A CodeGen language model.
 
     Example:
-        >>> model = CodeGen(CodeGenConfig(100, 16, num_layers=1, num_heads=4))
+        >>> model = CodeGen(CodeGenConfig(100, 16, num_hidden_layers=1, num_attention_heads=4))
         >>> model.raw_state_dict()["transformer.h.0.attn.qkv_proj.weight"].shape
         [Dim(48), Dim(16)]
     """

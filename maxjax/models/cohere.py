@@ -97,7 +97,7 @@ class Cohere(Decoder):
     """A Command-R language model.
 
     Example:
-        >>> config = CohereConfig(100, 8, 16, num_layers=1, num_heads=2)
+        >>> config = CohereConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2)
         >>> [n for n in Cohere(config).raw_state_dict() if "norm" in n]
         ['model.norm.weight', 'model.layers.0.input_layernorm.weight']
     """

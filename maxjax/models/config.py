@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+from ..elsewhere import check_keywords
 from ..errors import CheckpointFormatError
 from ..paths import local_path
 from ..storage.strict_json import load_json
@@ -72,10 +73,10 @@ class ModelConfig:
         >>> @dataclasses.dataclass(frozen=True)
         ... class Config(ModelConfig):
         ...     hidden_size: int
-        ...     num_layers: int = setting("num_hidden_layers")
+        ...     num_hidden_layers: int
         ...     eps: float = setting("layer_norm_eps", default=1e-5)
         >>> Config.from_dict({"hidden_size": 8, "num_hidden_layers": 2, "dropout": 0.1})
-        Config(hidden_size=8, num_layers=2, eps=1e-05)
+        Config(hidden_size=8, num_hidden_layers=2, eps=1e-05)
         >>> Config.from_dict({"hidden_size": "8", "num_hidden_layers": 2}, path="config.json")
         Traceback (most recent call last):
         ...
@@ -92,6 +93,11 @@ class ModelConfig:
     special: ClassVar[tuple[str, ...]] = ()
     # Names of kinds of layers in ``layer_types``, by field: (where it is True, where it is False).
     layer_names: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Makes the instance; an unknown keyword argument raises an error with the name that it has here."""
+        check_keywords(cls, kwargs)
+        return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -101,7 +101,7 @@ class DebertaV2Layer(BertLayer):
 
     def __init__(self, config: DebertaV2Config, types: Types):
         super().__init__(config, types)
-        size, heads, shares = config.hidden_size, config.num_heads, config.share_att_key
+        size, heads, shares = config.hidden_size, config.num_attention_heads, config.share_att_key
         attention = DisentangledAttention(size, heads, config.pos_att_type, shares, types)
         self.attention.self = attention
 
@@ -112,7 +112,9 @@ class DebertaV2Encoder(Module):
     def __init__(self, config: DebertaV2Config, types: Types):
         super().__init__()
         self.config, rows = config, 2 * config.span
-        self.layer: Any = LayerList(DebertaV2Layer(config, types) for _ in range(config.num_layers))
+        self.layer: Any = LayerList(
+            DebertaV2Layer(config, types) for _ in range(config.num_hidden_layers)
+        )
         self.rel_embeddings = Embedding(rows, config.hidden_size, types.dtype, DeviceRef.CPU())
         self.LayerNorm = types.norm(config) if "layer_norm" in config.norm_rel_ebd else None
 
@@ -140,7 +142,7 @@ class DebertaV2Model(Encoder):
     """A DeBERTa V2 or V3 without a head.
 
     Example:
-        >>> config = DebertaV2Config(100, 8, 16, num_layers=1, num_heads=2, position_buckets=4)
+        >>> config = DebertaV2Config(100, 8, 16, num_hidden_layers=1, num_attention_heads=2, position_buckets=4)
         >>> DebertaV2Model(config).raw_state_dict()["encoder.rel_embeddings.weight"].shape
         [Dim(8), Dim(8)]
     """

@@ -155,7 +155,7 @@ class DeepseekV3(Decoder):
     """A DeepSeek V3 language model; also R1, Kimi K2 and Moonlight.
 
     Example:
-        >>> config = DeepseekV3Config(100, 8, 16, num_layers=4, num_heads=2, kv_lora_rank=6,
+        >>> config = DeepseekV3Config(100, 8, 16, num_hidden_layers=4, num_attention_heads=2, kv_lora_rank=6,
         ...     q_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=5, num_experts=8,
         ...     num_experts_per_tok=2, moe_intermediate_size=4, n_group=1, topk_group=1)
         >>> cache = DeepseekV3(config).cache(batch=1, capacity=16)

@@ -30,8 +30,8 @@ class DistilBertConfig(EncoderConfig):
     vocab_size: int = setting(default=30522, minimum=1, held="axis")
     hidden_size: int = setting("dim", default=768, minimum=1, held="axis")
     intermediate_size: int = setting("hidden_dim", default=3072, minimum=1, held="axis")
-    num_layers: int = setting("n_layers", default=6, minimum=1, maximum=1000, held="layers")
-    num_heads: int = setting("n_heads", default=12, minimum=1, held="axis")
+    num_hidden_layers: int = setting("n_layers", default=6, minimum=1, maximum=1000, held="layers")
+    num_attention_heads: int = setting("n_heads", default=12, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=512, minimum=1, held="axis")
     type_vocab_size: int = own(0)
     layer_norm_eps: float = own(1e-12)
@@ -71,7 +71,7 @@ class DistilBertModel(Encoder):
     """A DistilBERT without a head.
 
     Example:
-        >>> model = DistilBertModel(DistilBertConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = DistilBertModel(DistilBertConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> list(model.raw_state_dict())[0], model.max_length
         ('embeddings.word_embeddings.weight', 512)
     """
@@ -81,7 +81,7 @@ class DistilBertModel(Encoder):
     def make(self, config: DistilBertConfig, types: Types) -> None:
         """Makes embeddings and layers."""
         self.embeddings = EncoderEmbeddings(config, types, positions=config.max_position_embeddings)
-        layers = (DistilBertLayer(config, types) for _ in range(config.num_layers))
+        layers = (DistilBertLayer(config, types) for _ in range(config.num_hidden_layers))
         self.transformer = Layers("layer", layers)
 
     def make_head(self, config: DistilBertConfig, types: Types) -> None:

@@ -41,7 +41,7 @@ class ElectraModel(BertModel):
         embeddings_project: linear layer from the embeddings to the hidden size, or None.
 
     Example:
-        >>> config = ElectraConfig(100, 8, 16, num_layers=2, num_heads=2, embedding_size=4)
+        >>> config = ElectraConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, embedding_size=4)
         >>> ElectraModel(config).embeddings_project.weight.shape
         [Dim(8), Dim(4)]
     """
@@ -57,7 +57,7 @@ class ElectraModel(BertModel):
             token_types=config.type_vocab_size, size=size,
         )  # fmt: skip
         self.embeddings_project = types.linear(size, hidden) if size != hidden else None
-        layers = (BertLayer(config, types) for _ in range(config.num_layers))
+        layers = (BertLayer(config, types) for _ in range(config.num_hidden_layers))
         self.encoder = Layers("layer", layers)
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:

@@ -39,7 +39,7 @@ class Ernie45(Decoder):
     """An ERNIE 4.5 language model.
 
     Example:
-        >>> config = Ernie45Config(100, 8, 16, num_layers=2, num_heads=2, head_dim=8)
+        >>> config = Ernie45Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, head_dim=8)
         >>> config.rope.interleaved
         True
     """

@@ -62,7 +62,7 @@ class Ernie45MoEConfig(MoEConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_size", self.n_shared * self.expert_size)
         if not self.sparse:
-            every = range(self.num_layers)
+            every = range(self.num_hidden_layers)
             sparse = tuple(i >= self.first and (i + 1) % self.interval == 0 for i in every)
             object.__setattr__(self, "sparse", sparse)
         super().__post_init__()
@@ -131,7 +131,7 @@ class Ernie45MoE(Decoder):
     """An ERNIE 4.5 language model with experts.
 
     Example:
-        >>> config = Ernie45MoEConfig(100, 8, 16, num_layers=2, num_heads=2, num_experts=8)
+        >>> config = Ernie45MoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, num_experts=8)
         >>> [n for n in Ernie45MoE(config).raw_state_dict() if "1.mlp.moe_statics" in n]
         ['model.layers.1.mlp.moe_statics.e_score_correction_bias']
     """

@@ -62,7 +62,7 @@ class Exaone4(Decoder):
     """An EXAONE 4 language model.
 
     Example:
-        >>> config = Exaone4Config(100, 8, 16, num_layers=1, num_heads=2)
+        >>> config = Exaone4Config(100, 8, 16, num_hidden_layers=1, num_attention_heads=2)
         >>> [n for n in Exaone4(config).raw_state_dict() if "0.post" in n]
         ['model.layers.0.post_attention_layernorm.weight',
          'model.layers.0.post_feedforward_layernorm.weight']

@@ -36,13 +36,11 @@ class FalconConfig(DecoderConfig):
     model_type = "falcon"
 
     intermediate_size: int | None = setting("ffn_hidden_size", default=None, minimum=1, held="axis")  # type: ignore[assignment]
-    num_layers: int = setting(
-        "num_hidden_layers", default=32, minimum=1, maximum=1000, held="layers", also=("n_layer",)
+    num_hidden_layers: int = setting(
+        default=32, minimum=1, maximum=1000, held="layers", also=("n_layer",)
     )
-    num_heads: int = setting(
-        "num_attention_heads", default=71, minimum=1, held="axis", also=("n_head",)
-    )
-    num_kv_heads: int | None = setting(
+    num_attention_heads: int = setting(default=71, minimum=1, held="axis", also=("n_head",))
+    num_key_value_heads: int | None = setting(
         "num_kv_heads", default=None, minimum=1, held="axis", also=("n_head_kv",)
     )
     head_dim: int | None = own(None)
@@ -60,7 +58,9 @@ class FalconConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         if not self.new_decoder_architecture:
-            object.__setattr__(self, "num_kv_heads", 1 if self.multi_query else self.num_heads)
+            object.__setattr__(
+                self, "num_key_value_heads", 1 if self.multi_query else self.num_attention_heads
+            )
         super().__post_init__()
 
     def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Falcon(Decoder):
     """A Falcon language model.
 
     Example:
-        >>> config = FalconConfig(100, 32, num_layers=1, num_heads=4)
+        >>> config = FalconConfig(100, 32, num_hidden_layers=1, num_attention_heads=4)
         >>> Falcon(config).raw_state_dict()["transformer.h.0.self_attention.query_key_value.weight"].shape
         [Dim(48), Dim(32)]
     """

@@ -175,8 +175,8 @@ class FalconH1(Decoder):
     """A Falcon-H1 language model.
 
     Example:
-        >>> config = FalconH1Config(100, 8, 16, num_layers=2, num_heads=2, mamba_n_heads=4, mamba_d_head=4,
-        ...     mamba_d_state=6)
+        >>> config = FalconH1Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, mamba_n_heads=4,
+        ...     mamba_d_head=4, mamba_d_state=6)
         >>> cache = FalconH1(config).cache(batch=1, capacity=16)
         >>> cache.num_layers, cache.more["mamba"].arrays["ssm"].shape
         (2, (2, 1, 4, 4, 6))

@@ -101,7 +101,7 @@ class Gemma2Config(GemmaConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "query_scale", self.query_pre_attn_scalar**-0.5)
         if not self.slides:
-            object.__setattr__(self, "slides", all_but_every(self.period, self.num_layers))
+            object.__setattr__(self, "slides", all_but_every(self.period, self.num_hidden_layers))
         if not any(self.slides):  # A window that no layer uses is dropped.
             object.__setattr__(self, "sliding_window", None)
         super().__post_init__()
@@ -183,7 +183,7 @@ class Gemma(Decoder):
     """A Gemma 1 language model.
 
     Example:
-        >>> Gemma(GemmaConfig(100, 8, 16, num_layers=2, num_heads=2)).lm_head.weight.shape
+        >>> Gemma(GemmaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)).lm_head.weight.shape
         [Dim(100), Dim(8)]
     """
 
@@ -192,7 +192,7 @@ class Gemma2(Decoder):
     """A Gemma 2 language model.
 
     Example:
-        >>> config = Gemma2Config(100, 8, 16, num_layers=4, num_heads=2)
+        >>> config = Gemma2Config(100, 8, 16, num_hidden_layers=4, num_attention_heads=2)
         >>> config.slides, Gemma2(config).lm_head.weight is None
         ((True, False, True, False), False)
     """
@@ -213,7 +213,7 @@ class Gemma3(Decoder):
     """The text model of a Gemma 3. The vision part of multimodal checkpoints is ignored.
 
     Example:
-        >>> config = Gemma3Config(100, 8, 16, num_layers=7, num_heads=2)
+        >>> config = Gemma3Config(100, 8, 16, num_hidden_layers=7, num_attention_heads=2)
         >>> "".join("LG"[not slides] for slides in config.slides)
         'LLLLLGL'
     """

@@ -68,16 +68,18 @@ class Gemma3nConfig(SharingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = self.sizes or (self.intermediate_size,) * self.num_layers
+        sizes = self.sizes or (self.intermediate_size,) * self.num_hidden_layers
         # transformers' default: the first ten layers of models that have more.
-        few = 10 if self.num_layers > 10 else 0
-        sparsity = self.sparsity or (0.95,) * few + (0.0,) * (self.num_layers - few)
+        few = 10 if self.num_hidden_layers > 10 else 0
+        sparsity = self.sparsity or (0.95,) * few + (0.0,) * (self.num_hidden_layers - few)
         for key, name, values in (
             ("intermediate_size", "sizes", sizes),
             ("activation_sparsity_pattern", "sparsity", sparsity),
         ):
-            if len(values) != self.num_layers:
-                raise ValueError(f"{key!r} has {len(values)} entries for {self.num_layers} layers")
+            if len(values) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{key!r} has {len(values)} entries for {self.num_hidden_layers} layers"
+                )
             object.__setattr__(self, name, tuple(values))
         if not 0 <= self.altup_active_idx < self.altup_num_inputs:
             raise ValueError(
@@ -165,8 +167,8 @@ class Gemma3n(SharingDecoder):
     """The text model of a Gemma 3n.
 
     Example:
-        >>> config = Gemma3nConfig(100, 8, 16, num_layers=6, num_heads=2, num_kv_heads=1, head_dim=4,
-        ...     hidden_size_per_layer_input=4, vocab_size_per_layer_input=100, laurel_rank=2,
+        >>> config = Gemma3nConfig(100, 8, 16, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
+        ...     head_dim=4, hidden_size_per_layer_input=4, vocab_size_per_layer_input=100, laurel_rank=2,
         ...     num_kv_shared_layers=2, slides=(True, True, False) * 2, sliding_window=8)
         >>> Gemma3n(config).cache(batch=1, capacity=16).more["shared"].layers
         1

@@ -77,7 +77,7 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
             return one
         heads = self.num_global_kv_heads if self.attention_k_eq_v else None
         return dataclasses.replace(
-            one, head_dim=self.global_head_dim, num_kv_heads=heads or self.kv_heads
+            one, head_dim=self.global_head_dim, num_key_value_heads=heads or self.kv_heads
         )
 
     @classmethod
@@ -145,8 +145,8 @@ class Gemma4(SharingDecoder):
     """The text model of a Gemma 4.
 
     Example:
-        >>> config = Gemma4Config(100, 8, 16, num_layers=6, num_heads=2, num_kv_heads=1, head_dim=4,
-        ...     global_head_dim=6, hidden_size_per_layer_input=4, vocab_size_per_layer_input=100,
+        >>> config = Gemma4Config(100, 8, 16, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
+        ...     head_dim=4, global_head_dim=6, hidden_size_per_layer_input=4, vocab_size_per_layer_input=100,
         ...     num_kv_shared_layers=2, slides=(True, True, False) * 2, sliding_window=8)
         >>> cache = Gemma4(config).cache(batch=1, capacity=16)
         >>> [(name, one.keys.shape) for name, one in sorted(cache.states.items())]

@@ -65,16 +65,16 @@ class SharingConfig(Gemma3Config):
         super().__post_init__()
         object.__setattr__(self, "query_scale", 1.0)
         kinds = set(self.slides[: self.first_sharing])
-        if not 0 <= self.num_kv_shared_layers < self.num_layers or kinds != set(self.slides):
+        if not 0 <= self.num_kv_shared_layers < self.num_hidden_layers or kinds != set(self.slides):
             raise ValueError(
-                f"'num_kv_shared_layers' {self.num_kv_shared_layers} of {self.num_layers} layers: one of "
+                f"'num_kv_shared_layers' {self.num_kv_shared_layers} of {self.num_hidden_layers} layers: one of "
                 "each kind must have keys and values of its own"
             )
 
     @property
     def first_sharing(self) -> int:
         """The first layer that reads the keys and values of another."""
-        return self.num_layers - self.num_kv_shared_layers
+        return self.num_hidden_layers - self.num_kv_shared_layers
 
     @property
     def layer_kinds(self) -> tuple[tuple[bool, bool], ...]:
@@ -180,7 +180,7 @@ class SharingModel(DecoderModel):
 
     def __init__(self, config: Any, dtype: DType, layer_class: Any):
         super().__init__(config, dtype, layer_class)
-        self.count, self.own_size = config.num_layers, config.hidden_size_per_layer_input
+        self.count, self.own_size = config.num_hidden_layers, config.hidden_size_per_layer_input
         self.size = config.hidden_size
         if self.own_size:
             every, cpu = self.count * self.own_size, DeviceRef.CPU()
@@ -223,4 +223,4 @@ class SharingDecoder(Decoder):
             return False
         is_kv = parts[3] == "self_attn" and parts[4] in ("k_proj", "v_proj", "k_norm", "v_norm")
         config: Any = self.config
-        return is_kv and config.first_sharing <= int(parts[2]) < config.num_layers
+        return is_kv and config.first_sharing <= int(parts[2]) < config.num_hidden_layers

@@ -81,7 +81,7 @@ class GLM(Decoder):
     """A GLM-4 language model.
 
     Example:
-        >>> config = GLMConfig(100, 8, 16, num_layers=2, num_heads=2, head_dim=4)
+        >>> config = GLMConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, head_dim=4)
         >>> [n for n in GLM(config).raw_state_dict() if "layers.0.mlp" in n]
         ['model.layers.0.mlp.gate_up_proj.weight', 'model.layers.0.mlp.down_proj.weight']
     """

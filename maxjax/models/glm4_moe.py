@@ -66,7 +66,7 @@ class GLM4MoE(Decoder):
     """A GLM-4.5 language model.
 
     Example:
-        >>> config = GLM4MoEConfig(100, 8, 16, num_layers=3, num_heads=2, sparse=(False, True, True))
+        >>> config = GLM4MoEConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2, sparse=(False, True, True))
         >>> [type(layer.mlp).__name__ for layer in GLM4MoE(config, stacked=False).model.layers]
         ['MLP', 'BalancedMLP', 'BalancedMLP']
     """

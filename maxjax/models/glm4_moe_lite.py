@@ -46,7 +46,7 @@ class GLM4MoELite(DeepseekV3):
     """A GLM-4.7-Flash language model.
 
     Example:
-        >>> config = GLM4MoELiteConfig(100, 8, 16, num_layers=2, num_heads=2, kv_lora_rank=6,
+        >>> config = GLM4MoELiteConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, kv_lora_rank=6,
         ...     q_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=5, num_experts=8,
         ...     moe_intermediate_size=4, sparse=(False, True))
         >>> [type(layer.mlp).__name__ for layer in GLM4MoELite(config, stacked=False).model.layers]

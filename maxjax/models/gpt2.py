@@ -52,10 +52,10 @@ class GPT2Config(PositionedConfig):
     vocab_size: int = setting(default=50257, minimum=1, held="axis")
     hidden_size: int = setting("n_embd", default=768, minimum=1, held="axis", also=("hidden_size",))
     intermediate_size: int | None = setting("n_inner", default=None, minimum=1, held="axis")  # type: ignore[assignment]
-    num_layers: int = setting(
+    num_hidden_layers: int = setting(
         "n_layer", default=12, minimum=1, maximum=1000, held="layers", also=("num_hidden_layers",)
     )
-    num_heads: int = setting(
+    num_attention_heads: int = setting(
         "n_head", default=12, minimum=1, held="axis", also=("num_attention_heads",)
     )
     max_position_embeddings: int = setting(
@@ -188,7 +188,7 @@ class GPT2(PositionedDecoder):
     and ``transformer.h``.
 
     Example:
-        >>> model = GPT2(GPT2Config(100, 8, num_layers=2, num_heads=2))
+        >>> model = GPT2(GPT2Config(100, 8, num_hidden_layers=2, num_attention_heads=2))
         >>> list(model.raw_state_dict())[:4]
         ['transformer.wte.weight', 'transformer.wpe.weight', 'transformer.ln_f.weight',
          'transformer.ln_f.bias']

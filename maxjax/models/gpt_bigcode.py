@@ -33,7 +33,9 @@ class GPTBigCodeConfig(GPT2Config):
     multi_query: bool = setting(default=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_kv_heads", 1 if self.multi_query else self.num_heads)
+        object.__setattr__(
+            self, "num_key_value_heads", 1 if self.multi_query else self.num_attention_heads
+        )
         if not self.scale_attn_weights:
             object.__setattr__(self, "query_scale", 1.0)
         super().__post_init__()
@@ -55,7 +57,7 @@ class GPTBigCode(GPT2):
     """A StarCoder or SantaCoder language model.
 
     Example:
-        >>> model = GPTBigCode(GPTBigCodeConfig(100, 8, num_layers=1, num_heads=2))
+        >>> model = GPTBigCode(GPTBigCodeConfig(100, 8, num_hidden_layers=1, num_attention_heads=2))
         >>> model.raw_state_dict()["transformer.h.0.attn.c_attn.weight"].shape
         [Dim(16), Dim(8)]
     """

@@ -30,10 +30,17 @@ class GPTNeoConfig(PositionedConfig):
     model_type = "gpt_neo"
 
     intermediate_size: int | None = setting(default=None, minimum=1, held="axis")  # type: ignore[assignment]
-    num_layers: int = setting(
-        default=24, minimum=1, maximum=1000, held="layers", also=("num_hidden_layers",)
+    num_hidden_layers: int = setting(
+        "num_layers",
+        default=24,
+        minimum=1,
+        maximum=1000,
+        held="layers",
+        also=("num_hidden_layers",),
     )
-    num_heads: int = setting(default=16, minimum=1, held="axis", also=("num_attention_heads",))
+    num_attention_heads: int = setting(
+        "num_heads", default=16, minimum=1, held="axis", also=("num_attention_heads",)
+    )
     rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
     hidden_act: str = setting("activation_function", default="gelu_new")
     output_bias: bool | None = own(True)
@@ -89,7 +96,7 @@ class GPTNeo(GPT2):
     """A GPT-Neo language model.
 
     Example:
-        >>> config = GPTNeoConfig(100, 8, num_layers=2, num_heads=2, slides=(False, True))
+        >>> config = GPTNeoConfig(100, 8, num_hidden_layers=2, num_attention_heads=2, slides=(False, True))
         >>> [name for name in GPTNeo(config).raw_state_dict() if "1.attn" in name][-2:]
         ['transformer.h.1.attn.attention.out_proj.weight', 'transformer.h.1.attn.attention.out_proj.bias']
     """

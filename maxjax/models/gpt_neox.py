@@ -31,7 +31,7 @@ class GPTNeoXConfig(DecoderConfig):
 
     model_type = "gpt_neox"
 
-    num_kv_heads: int | None = own(None)
+    num_key_value_heads: int | None = own(None)
     head_dim: int | None = own(None)
     rms_norm_eps: float = setting("layer_norm_eps", default=1e-5)
     hidden_act: str = setting(default="gelu")
@@ -83,7 +83,7 @@ class GPTNeoX(Decoder):
     """A GPT-NeoX or Pythia language model.
 
     Example:
-        >>> model = GPTNeoX(GPTNeoXConfig(100, 32, 64, num_layers=1, num_heads=4))
+        >>> model = GPTNeoX(GPTNeoXConfig(100, 32, 64, num_hidden_layers=1, num_attention_heads=4))
         >>> [name for name in model.raw_state_dict() if "layers" not in name]
         ['embed_out.weight', 'gpt_neox.embed_in.weight', 'gpt_neox.final_layer_norm.weight',
          'gpt_neox.final_layer_norm.bias']

@@ -116,7 +116,7 @@ class GptOss(Decoder):
     """A gpt-oss language model.
 
     Example:
-        >>> config = GptOssConfig(100, 8, 16, num_layers=2, num_heads=2, sliding_window=4)
+        >>> config = GptOssConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, sliding_window=4)
         >>> [name for name in GptOss(config).raw_state_dict() if "layers.1.self_attn.s" in name]
         ['model.layers.1.self_attn.sinks']
     """

@@ -28,13 +28,13 @@ class GPTJConfig(DecoderConfig):
         "n_embd", default=4096, minimum=1, held="axis", also=("hidden_size",)
     )
     intermediate_size: int | None = setting("n_inner", default=None, minimum=1, held="axis")  # type: ignore[assignment]
-    num_layers: int = setting(
+    num_hidden_layers: int = setting(
         "n_layer", default=28, minimum=1, maximum=1000, held="layers", also=("num_hidden_layers",)
     )
-    num_heads: int = setting(
+    num_attention_heads: int = setting(
         "n_head", default=16, minimum=1, held="axis", also=("num_attention_heads",)
     )
-    num_kv_heads: int | None = own(None)
+    num_key_value_heads: int | None = own(None)
     head_dim: int | None = own(None)
     max_position_embeddings: int = setting(
         "n_positions", default=2048, minimum=1, also=("max_position_embeddings",)
@@ -51,7 +51,10 @@ class GPTJConfig(DecoderConfig):
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
         """The RoPE of the first ``rotary_dim`` features of each head."""
-        sizes = {"n_embd": cls.value(raw, "hidden_size"), "n_head": cls.value(raw, "num_heads")}
+        sizes = {
+            "n_embd": cls.value(raw, "hidden_size"),
+            "n_head": cls.value(raw, "num_attention_heads"),
+        }
         width = count_of(sizes, "n_embd") / count_of(sizes, "n_head")
         return {"rope": Rope(part=count_of(raw, "rotary_dim", 64) / width, interleaved=True)}
 
@@ -80,7 +83,7 @@ class GPTJ(Decoder):
     """A GPT-J language model.
 
     Example:
-        >>> model = GPTJ(GPTJConfig(100, 8, num_layers=1, num_heads=2))
+        >>> model = GPTJ(GPTJConfig(100, 8, num_hidden_layers=1, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "h.0" not in name][:3]
         ['lm_head.weight', 'lm_head.bias', 'transformer.wte.weight']
     """

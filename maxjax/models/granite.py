@@ -38,7 +38,7 @@ class Granite(Decoder):
     """A Granite language model.
 
     Example:
-        >>> Granite(GraniteConfig(100, 8, 16, num_layers=2, num_heads=2)).config.query_scale
+        >>> Granite(GraniteConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)).config.query_scale
         1.0
     """
 

@@ -48,7 +48,7 @@ class GraniteMoE(Granite):
     """A Granite 3 MoE language model.
 
     Example:
-        >>> model = GraniteMoE(GraniteMoEConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = GraniteMoE(GraniteMoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "0.block_sparse_moe.router" in name]
         ['model.layers.0.block_sparse_moe.router.layer.weight']
     """

@@ -43,8 +43,8 @@ class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
     recurs: tuple = own(())
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recurs", tuple(self.recurs) or (True,) * self.num_layers)
-        check_kinds(self.recurs, self.num_layers)
+        object.__setattr__(self, "recurs", tuple(self.recurs) or (True,) * self.num_hidden_layers)
+        check_kinds(self.recurs, self.num_hidden_layers)
         super().__post_init__()
 
     @property
@@ -124,7 +124,7 @@ class GraniteHybrid(Granite):
     """A Granite 4 language model.
 
     Example:
-        >>> config = GraniteHybridConfig(100, 8, 16, num_layers=3, num_heads=2, num_experts=0,
+        >>> config = GraniteHybridConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2, num_experts=0,
         ...     mamba_n_heads=4, mamba_d_head=4, mamba_d_state=6, recurs=(True, False, True))
         >>> cache = GraniteHybrid(config).cache(batch=1, capacity=16)
         >>> cache.num_layers, {name: a.shape for name, a in cache.more["mamba"].arrays.items()}

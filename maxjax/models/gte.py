@@ -91,7 +91,7 @@ class GteModel(Encoder):
     """A GTE without a head.
 
     Example:
-        >>> model = GteModel(GteConfig(100, 8, 16, num_layers=1, num_heads=2))
+        >>> model = GteModel(GteConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "up_gate" in name]
         ['encoder.layer.0.mlp.up_gate_proj.weight']
     """
@@ -99,7 +99,7 @@ class GteModel(Encoder):
     def make(self, config: GteConfig, types: Types) -> None:
         """Makes embeddings and layers."""
         self.embeddings = EncoderEmbeddings(config, types, token_types=config.type_vocab_size)
-        layers = (GteLayer(config, types) for _ in range(config.num_layers))
+        layers = (GteLayer(config, types) for _ in range(config.num_hidden_layers))
         self.encoder = Layers("layer", layers)
 
     @property

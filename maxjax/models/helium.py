@@ -32,7 +32,7 @@ class Helium(Decoder):
     """A Helium 1 language model.
 
     Example:
-        >>> model = Helium(HeliumConfig(100, 8, 16, num_layers=1, num_heads=2, head_dim=4))
+        >>> model = Helium(HeliumConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2, head_dim=4))
         >>> model.model.layers[0].self_attn.interleaved
         True
     """

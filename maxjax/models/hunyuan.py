@@ -82,7 +82,7 @@ class Hunyuan(Decoder):
     """A Hunyuan language model.
 
     Example:
-        >>> config = HunyuanConfig(100, 8, 16, num_layers=1, num_heads=2)
+        >>> config = HunyuanConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2)
         >>> [name for name in Hunyuan(config).raw_state_dict() if "query" in name]
         ['model.layers.0.self_attn.query_layernorm.weight']
     """

@@ -76,7 +76,7 @@ class HunyuanMoE(Decoder):
     """A Hunyuan language model with experts.
 
     Example:
-        >>> config = HunyuanMoEConfig(100, 8, 16, num_layers=2, num_heads=2, num_experts=4)
+        >>> config = HunyuanMoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, num_experts=4)
         >>> [name for name in HunyuanMoE(config).raw_state_dict() if "0.mlp.gate" in name]
         ['model.layers.0.mlp.gate.wg.weight']
     """

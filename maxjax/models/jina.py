@@ -87,7 +87,7 @@ class JinaV3Model(NormedEncoder):
     """Jina's embeddings v3.
 
     Example:
-        >>> model = JinaV3Model(JinaV3Config(100, 8, 16, num_layers=1, num_heads=2))
+        >>> model = JinaV3Model(JinaV3Config(100, 8, 16, num_hidden_layers=1, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "Wqkv" in name]
         ['encoder.layers.0.mixer.Wqkv.weight', 'encoder.layers.0.mixer.Wqkv.bias']
     """

@@ -44,8 +44,10 @@ class LFM2Config(DecoderConfig):
     convolves: tuple = own(())
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "convolves", tuple(self.convolves) or (False,) * self.num_layers)
-        check_kinds(self.convolves, self.num_layers)
+        object.__setattr__(
+            self, "convolves", tuple(self.convolves) or (False,) * self.num_hidden_layers
+        )
+        check_kinds(self.convolves, self.num_hidden_layers)
         super().__post_init__()
 
     @property
@@ -136,7 +138,7 @@ class LFM2(Decoder):
     """An LFM2 language model.
 
     Example:
-        >>> config = LFM2Config(100, 8, 16, num_layers=3, num_heads=2, convolves=(True, False, True))
+        >>> config = LFM2Config(100, 8, 16, num_hidden_layers=3, num_attention_heads=2, convolves=(True, False, True))
         >>> cache = LFM2(config).cache(batch=1, capacity=16)
         >>> cache.num_layers, cache.more["conv"].arrays["conv"].shape
         (1, (2, 1, 2, 8))

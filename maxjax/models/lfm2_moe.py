@@ -89,7 +89,7 @@ class LFM2MoE(LFM2):
     """An LFM2 language model with experts.
 
     Example:
-        >>> config = LFM2MoEConfig(100, 8, 16, num_layers=2, num_heads=2, num_experts=8)
+        >>> config = LFM2MoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, num_experts=8)
         >>> [name for name in LFM2MoE(config).raw_state_dict() if "1.feed_forward.expert_bias" in name]
         ['model.layers.1.feed_forward.expert_bias']
     """

@@ -27,7 +27,7 @@ class Llama(Decoder):
     """A Llama language model.
 
     Example:
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> list(model.raw_state_dict())[:3]
         ['lm_head.weight', 'model.embed_tokens.weight', 'model.norm.weight']
     """

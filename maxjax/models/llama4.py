@@ -159,7 +159,7 @@ class Llama4(Decoder):
     """A Llama 4 language model.
 
     Example:
-        >>> config = Llama4Config(100, 8, 16, num_layers=4, num_heads=2, head_dim=4)
+        >>> config = Llama4Config(100, 8, 16, num_hidden_layers=4, num_attention_heads=2, head_dim=4)
         >>> [name for name in Llama4(config).raw_state_dict() if "3.feed_forward.router" in name]
         ['model.layers.3.feed_forward.router.weight']
     """

@@ -40,11 +40,9 @@ class Mamba2Config(DecoderConfig):
     hidden_size: int = setting(default=4096, minimum=1, held="axis")
     vocab_size: int = setting(default=32768, minimum=1, held="axis")
     intermediate_size: int = own(1)
-    num_layers: int = setting(
-        "num_hidden_layers", default=64, minimum=1, maximum=1000, held="layers"
-    )
-    num_heads: int = own(1)
-    num_kv_heads: int | None = own(1)
+    num_hidden_layers: int = setting(default=64, minimum=1, maximum=1000, held="layers")
+    num_attention_heads: int = own(1)
+    num_key_value_heads: int | None = own(1)
     head_dim: int | None = own(1)
     rope: Any = own(None)
     max_position_embeddings: int = setting(default=2**20, minimum=1)
@@ -122,7 +120,7 @@ class Mamba2(Decoder):
     """A Mamba 2 language model.
 
     Example:
-        >>> config = Mamba2Config(100, 8, num_layers=2, ssm_heads=4, ssm_head_dim=4, n_groups=2, state_size=6)
+        >>> config = Mamba2Config(100, 8, num_hidden_layers=2, ssm_heads=4, ssm_head_dim=4, n_groups=2, state_size=6)
         >>> cache = Mamba2(config).cache(batch=1, capacity=16)
         >>> {name: a.shape for name, a in cache.more["mamba"].arrays.items()}
         {'conv': (2, 1, 3, 40), 'ssm': (2, 1, 4, 4, 6)}

@@ -96,7 +96,7 @@ class MiniMaxM2(Decoder):
     """A MiniMax M2 language model.
 
     Example:
-        >>> config = MiniMaxM2Config(100, 8, 16, num_layers=2, num_heads=2, num_experts=8, head_dim=4)
+        >>> config = MiniMaxM2Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, num_experts=8, head_dim=4)
         >>> [n for n in MiniMaxM2(config).raw_state_dict() if "layers.1" in n and "_bias" in n]
         ['model.layers.1.block_sparse_moe.e_score_correction_bias']
     """

@@ -34,7 +34,7 @@ class MistralConfig(DecoderConfig):
     unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
 
     max_position_embeddings: int = setting(default=131072, minimum=1)
-    num_kv_heads: int | None = setting("num_key_value_heads", default=8, minimum=1, held="axis")
+    num_key_value_heads: int | None = setting(default=8, minimum=1, held="axis")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Mistral(Decoder):
     """A Mistral language model.
 
     Example:
-        >>> config = MistralConfig(100, 16, 32, num_layers=2, num_heads=8, sliding_window=4)
+        >>> config = MistralConfig(100, 16, 32, num_hidden_layers=2, num_attention_heads=8, sliding_window=4)
         >>> config.slides, Mistral(config).cache(1, 64).sliding.size
         ((True, True), 4)
     """

@@ -45,7 +45,7 @@ class Mixtral(Decoder):
     """A Mixtral language model.
 
     Example:
-        >>> model = Mixtral(MixtralConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = Mixtral(MixtralConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "1.block_sparse_moe.experts.7" in name][0]
         'model.layers.1.block_sparse_moe.experts.7.w1.weight'
     """

@@ -53,7 +53,7 @@ class ModernBertConfig(AlternatingConfig):
     @property
     def layer_kinds(self) -> tuple[bool, ...]:
         """A kind for each layer; layers of one kind have the same tensors. The first layer has one norm less."""
-        return tuple(i == 0 for i in range(self.num_layers))
+        return tuple(i == 0 for i in range(self.num_hidden_layers))
 
 
 class ModernBertAttention(EncoderAttention):
@@ -121,7 +121,7 @@ class ModernBertModel(Encoder):
     """A ModernBERT without a head.
 
     Example:
-        >>> model = ModernBertModel(ModernBertConfig(100, 8, 16, num_layers=4, num_heads=2))
+        >>> model = ModernBertModel(ModernBertConfig(100, 8, 16, num_hidden_layers=4, num_attention_heads=2))
         >>> model.config.local_layers, model.max_length
         ((False, True, True, False), 8192)
     """
@@ -131,7 +131,7 @@ class ModernBertModel(Encoder):
     def make(self, config: ModernBertConfig, types: Types) -> None:
         """Makes embeddings, layers and the last norm."""
         self.embeddings = ModernBertEmbeddings(config, types)
-        layers = range(config.num_layers)
+        layers = range(config.num_hidden_layers)
         self.layers: Any = LayerList(ModernBertLayer(config, i, types) for i in layers)
         self.final_norm = types.norm(config, config.norm_bias)
 

@@ -81,9 +81,14 @@ class MPNetEncoder(Module):
 
     def __init__(self, config: MPNetConfig, types: Types):
         super().__init__()
-        self.layer: Any = LayerList(MPNetLayer(config, types) for _ in range(config.num_layers))
+        self.layer: Any = LayerList(
+            MPNetLayer(config, types) for _ in range(config.num_hidden_layers)
+        )
         self.relative_attention_bias = Embedding(
-            config.relative_attention_num_buckets, config.num_heads, types.dtype, DeviceRef.CPU()
+            config.relative_attention_num_buckets,
+            config.num_attention_heads,
+            types.dtype,
+            DeviceRef.CPU(),
         )
 
     def sharding_rules(self) -> dict[str, Any]:
@@ -117,7 +122,7 @@ class MPNetModel(Encoder):
     """An MPNet without a head.
 
     Example:
-        >>> MPNetModel(MPNetConfig(100, 8, 16, num_layers=2, num_heads=2)).max_length
+        >>> MPNetModel(MPNetConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)).max_length
         510
     """
 

@@ -52,7 +52,7 @@ class Nemotron(Decoder):
     """A Nemotron or Minitron language model.
 
     Example:
-        >>> model = Nemotron(NemotronConfig(100, 8, 16, num_layers=1, num_heads=2))
+        >>> model = Nemotron(NemotronConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "0.mlp" in name]
         ['model.layers.0.mlp.up_proj.weight', 'model.layers.0.mlp.down_proj.weight']
     """

@@ -64,10 +64,10 @@ class NemotronHConfig(DecoderConfig):
     kinds: tuple = own(())
 
     def __post_init__(self) -> None:
-        kinds = tuple(self.kinds) or ("mamba",) * self.num_layers
+        kinds = tuple(self.kinds) or ("mamba",) * self.num_hidden_layers
         object.__setattr__(self, "kinds", kinds)
-        if len(kinds) != self.num_layers:
-            raise ValueError(f"{len(kinds)} entries say what {self.num_layers} layers are")
+        if len(kinds) != self.num_hidden_layers:
+            raise ValueError(f"{len(kinds)} entries say what {self.num_hidden_layers} layers are")
         mamba = Mamba2Settings(
             self.mamba_num_heads, self.mamba_head_dim, self.n_groups, self.ssm_state_size,
             self.conv_kernel, self.use_bias, self.use_conv_bias,
@@ -143,7 +143,7 @@ class NemotronH(Decoder):
     """A Nemotron-H language model.
 
     Example:
-        >>> config = NemotronHConfig(100, 8, 16, num_layers=3, num_heads=2, mamba_num_heads=4,
+        >>> config = NemotronHConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2, mamba_num_heads=4,
         ...     mamba_head_dim=4, n_groups=2, ssm_state_size=6, kinds=("mamba", "mlp", "attention"))
         >>> cache = NemotronH(config).cache(batch=1, capacity=16)
         >>> cache.num_layers, cache.more["mamba"].layers

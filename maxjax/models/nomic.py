@@ -118,7 +118,7 @@ class NomicBertModel(NormedEncoder):
     """A Nomic BERT without a head.
 
     Example:
-        >>> model = NomicBertModel(NomicBertConfig(100, 8, 16, num_layers=1, num_heads=2))
+        >>> model = NomicBertModel(NomicBertConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "attn" in name]
         ['encoder.layers.0.attn.Wqkv.weight', 'encoder.layers.0.attn.out_proj.weight']
     """

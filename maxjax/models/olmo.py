@@ -38,7 +38,7 @@ class Olmo(Decoder):
     """An OLMo language model.
 
     Example:
-        >>> model = Olmo(OlmoConfig(100, 8, 16, num_layers=1, num_heads=2))
+        >>> model = Olmo(OlmoConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "norm" in name]
         []
     """

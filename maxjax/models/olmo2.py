@@ -58,7 +58,7 @@ class Olmo2(Decoder):
     """An OLMo 2 language model.
 
     Example:
-        >>> config = Olmo2Config(100, 8, 16, num_layers=2, num_heads=2)
+        >>> config = Olmo2Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
         >>> Olmo2(config, stacked=False).model.layers[0].self_attn.q_norm.weight.shape
         [Dim(8)]
     """

@@ -61,7 +61,7 @@ class OLMoE(Decoder):
     """An OLMoE language model.
 
     Example:
-        >>> config = OLMoEConfig(100, 8, 16, num_layers=2, num_heads=2, num_experts=8)
+        >>> config = OLMoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, num_experts=8)
         >>> OLMoE(config, stacked=False).model.layers[0].self_attn.k_norm.weight.shape
         [Dim(8)]
     """

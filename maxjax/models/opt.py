@@ -162,7 +162,7 @@ class OPT(PositionedDecoder):
     """An OPT language model.
 
     Example:
-        >>> config = OPTConfig(100, 32, 64, num_layers=1, num_heads=4, word_embed_proj_dim=8)
+        >>> config = OPTConfig(100, 32, 64, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=8)
         >>> [name for name in OPT(config).raw_state_dict() if "layers" not in name][1:]
         ['model.decoder.embed_positions.weight', 'model.decoder.final_layer_norm.weight',
          'model.decoder.final_layer_norm.bias', 'model.decoder.project_in.weight',

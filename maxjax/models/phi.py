@@ -58,7 +58,7 @@ class Phi(Decoder):
     """A Phi-1, Phi-1.5 or Phi-2 language model.
 
     Example:
-        >>> model = Phi(PhiConfig(100, 32, 64, num_layers=1, num_heads=4))
+        >>> model = Phi(PhiConfig(100, 32, 64, num_hidden_layers=1, num_attention_heads=4))
         >>> list(model.raw_state_dict())[:2]
         ['lm_head.weight', 'lm_head.bias']
     """

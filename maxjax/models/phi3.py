@@ -95,7 +95,7 @@ class Phi3(Decoder):
     """A Phi-3 or Phi-4 language model.
 
     Example:
-        >>> config = Phi3Config(100, 8, 16, num_layers=2, num_heads=2)
+        >>> config = Phi3Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
         >>> [name for name in Phi3(config).raw_state_dict() if "layers.0.self_attn" in name]
         ['model.layers.0.self_attn.qkv_proj.weight', 'model.layers.0.self_attn.o_proj.weight']
     """

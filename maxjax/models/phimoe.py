@@ -88,7 +88,7 @@ class PhiMoE(Decoder):
     """A Phi language model with experts.
 
     Example:
-        >>> model = PhiMoE(PhiMoEConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = PhiMoE(PhiMoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> [name for name in model.raw_state_dict() if "1.block_sparse_moe.gate" in name]
         ['model.layers.1.block_sparse_moe.gate.weight']
     """

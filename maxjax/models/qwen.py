@@ -79,7 +79,7 @@ class Qwen2(Decoder):
     """A Qwen 2 or 2.5 language model.
 
     Example:
-        >>> config = Qwen2Config(100, 8, 16, num_layers=2, num_heads=2)
+        >>> config = Qwen2Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
         >>> [name for name in Qwen2(config).raw_state_dict() if "0.self_attn" in name][:2]
         ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.q_proj.bias']
     """

@@ -76,7 +76,7 @@ class Qwen2MoE(Decoder):
     """A Qwen 2 MoE language model.
 
     Example:
-        >>> config = Qwen2MoEConfig(100, 8, 16, num_layers=2, num_heads=2, shared_size=8)
+        >>> config = Qwen2MoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, shared_size=8)
         >>> [name for name in Qwen2MoE(config).raw_state_dict() if "0.mlp.shared_expert_" in name]
         ['model.layers.0.mlp.shared_expert_gate.weight']
     """

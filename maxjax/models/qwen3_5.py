@@ -105,7 +105,8 @@ class Qwen35(Decoder):
     """A Qwen 3.5 language model without experts.
 
     Example:
-        >>> config = Qwen35Config(100, 8, 16, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8)
+        >>> config = Qwen35Config(100, 8, 16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+        ...     head_dim=8)
         >>> config.linear, Qwen35(config).cache(1, 16).num_layers
         ((True, True, True, False), 1)
     """

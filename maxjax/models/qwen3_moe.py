@@ -71,7 +71,7 @@ class Qwen3MoE(Decoder):
     """A Qwen 3 MoE language model.
 
     Example:
-        >>> config = Qwen3MoEConfig(100, 8, 16, num_layers=2, num_heads=2, sparse=(False, True))
+        >>> config = Qwen3MoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, sparse=(False, True))
         >>> [type(layer.mlp).__name__ for layer in Qwen3MoE(config, stacked=False).model.layers]
         ['MLP', 'SparseMLP']
     """

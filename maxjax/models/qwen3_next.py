@@ -113,8 +113,8 @@ class Qwen3Next(Decoder):
     """A Qwen3-Next language model.
 
     Example:
-        >>> config = Qwen3NextConfig(100, 8, 16, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8,
-        ...     num_experts=4, num_experts_per_tok=2, linear_num_key_heads=1, linear_num_value_heads=2,
+        >>> config = Qwen3NextConfig(100, 8, 16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+        ...     head_dim=8, num_experts=4, num_experts_per_tok=2, linear_num_key_heads=1, linear_num_value_heads=2,
         ...     linear_key_head_dim=4, linear_value_head_dim=6)
         >>> cache = Qwen3Next(config).cache(batch=1, capacity=16)
         >>> cache.num_layers, {name: a.shape for name, a in cache.more["linear"].arrays.items()}

@@ -39,7 +39,7 @@ class RobertaModel(BertModel):
     """A RoBERTa without a head.
 
     Example:
-        >>> model = RobertaModel(RobertaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = RobertaModel(RobertaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> model.max_length, model.places(jnp.array([[5, 6, 1]]), jnp.arange(3)[None]).tolist()
         (510, [[2, 3, 1]])
     """

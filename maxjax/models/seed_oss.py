@@ -33,7 +33,7 @@ class SeedOSS(Decoder):
     """A Seed-OSS language model.
 
     Example:
-        >>> config = SeedOSSConfig(100, 8, 16, num_layers=2, num_heads=2, head_dim=8)
+        >>> config = SeedOSSConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, head_dim=8)
         >>> [n for n in SeedOSS(config).raw_state_dict() if "0.self_attn" in n and "bias" in n]
         ['model.layers.0.self_attn.q_proj.bias', 'model.layers.0.self_attn.k_proj.bias',
          'model.layers.0.self_attn.v_proj.bias']

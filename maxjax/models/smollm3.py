@@ -41,7 +41,7 @@ class SmolLM3(Decoder):
     """A SmolLM3 language model.
 
     Example:
-        >>> config = SmolLM3Config(100, 8, 16, num_layers=2, num_heads=2, rotates=(True, False))
+        >>> config = SmolLM3Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, rotates=(True, False))
         >>> [layer.self_attn.rope for layer in SmolLM3(config, stacked=False).model.layers]
         ['global', 'none']
     """

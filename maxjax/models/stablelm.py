@@ -64,7 +64,7 @@ class StableLM(Decoder):
     """A StableLM 2 language model.
 
     Example:
-        >>> config = StableLMConfig(100, 32, 16, num_layers=1, num_heads=2, use_parallel_residual=True)
+        >>> config = StableLMConfig(100, 32, 16, num_hidden_layers=1, num_attention_heads=2, use_parallel_residual=True)
         >>> [n for n in StableLM(config).raw_state_dict() if "0.post" in n]
         []
     """

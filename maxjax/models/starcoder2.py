@@ -43,7 +43,7 @@ class Starcoder2(Decoder):
     """A StarCoder 2 language model.
 
     Example:
-        >>> config = Starcoder2Config(100, 8, 16, num_layers=1, num_heads=2)
+        >>> config = Starcoder2Config(100, 8, 16, num_hidden_layers=1, num_attention_heads=2)
         >>> [n for n in Starcoder2(config).raw_state_dict() if "0.mlp" in n]
         ['model.layers.0.mlp.c_fc.weight', 'model.layers.0.mlp.c_fc.bias',
          'model.layers.0.mlp.c_proj.weight', 'model.layers.0.mlp.c_proj.bias']

@@ -60,7 +60,7 @@ def model_facts(model: Any) -> dict[str, Any]:
     Example:
         >>> import maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> sorted(model_facts(model))
         ['mesh', 'model', 'weights']
     """

@@ -55,7 +55,7 @@ def config_of(
 
     Example:
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> found = config_of(Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2)))
+        >>> found = config_of(Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)))
         >>> found["architectures"], found["model_type"]
         (['LlamaForCausalLM'], 'llama')
     """
@@ -97,7 +97,7 @@ def written(config: Any, labels: int | None = None) -> dict[str, Any]:
 
     Example:
         >>> from maxjax.models import LlamaConfig
-        >>> found = written(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> found = written(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> found["num_key_value_heads"], found["rope_theta"]
         (2, 10000.0)
     """
@@ -193,7 +193,7 @@ def _dense(config: Any) -> list[int]:
 
 def _first_dense(config: Any) -> int:
     """The number of layers before the first with experts."""
-    return min(_sparse(config), default=config.num_layers)
+    return min(_sparse(config), default=config.num_hidden_layers)
 
 
 def _limit(config: Any) -> list[Any] | None:
@@ -225,7 +225,7 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
     "layers_block_type": lambda c: list(c.kinds) if hasattr(c, "kinds") else None,
     "use_sliding_window": lambda c: any(c.slides) or None,
     "attention_chunk_size": lambda c: c.sliding_window,
-    "no_rope_layers": lambda c: [int(one) for one in c.rotates or (True,) * c.num_layers],
+    "no_rope_layers": lambda c: [int(one) for one in c.rotates or (True,) * c.num_hidden_layers],
     "position_embedding_type": _position_type,
     "mlp_only_layers": lambda c: _dense(c) if c.num_experts else None,
     "decoder_sparse_step": lambda c: 1 if c.num_experts else None,

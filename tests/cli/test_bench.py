@@ -63,7 +63,9 @@ def test_bytes_of_experts():
     from maxjax.models.decoder.experts import MoEConfig
     from maxjax.models.mixtral import Mixtral
 
-    config = MoEConfig(64, 16, 24, num_layers=1, num_heads=2, num_experts=8, num_experts_per_tok=2)
+    config = MoEConfig(
+        64, 16, 24, num_hidden_layers=1, num_attention_heads=2, num_experts=8, num_experts_per_tok=2
+    )
     model = Mixtral(config)
     for weight in model.raw_state_dict().values():
         weight.value = jnp.zeros(tuple(map(int, weight.shape)), jnp.float32)

@@ -47,7 +47,7 @@ def small(random_model, loaded, monkeypatch):
 
 def small_model():
     """One layer of BERT with heads of MiniLM's width."""
-    return filled(BertModel(BertConfig(30522, 64, 96, num_layers=1, num_heads=2)))
+    return filled(BertModel(BertConfig(30522, 64, 96, num_hidden_layers=1, num_attention_heads=2)))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.fill import filled
 
 def test_the_caller_s_mesh_and_guard_are_not_those_of_a_text():
     caller = jax.make_mesh((4,), ("x",))  # with Explicit axes, which the caller's programs have
-    model = Llama(LlamaConfig(32, 8, 16, num_layers=1, num_heads=2))
+    model = Llama(LlamaConfig(32, 8, 16, num_hidden_layers=1, num_attention_heads=2))
     filled(model)
     expected = maxjax.stream(model, None, [1, 2], max_new_tokens=2)
     list(expected)

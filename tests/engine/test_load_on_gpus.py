@@ -125,7 +125,7 @@ def test_an_axis_of_one_device_gathers_nothing(gpu):
 
 
 def test_nothing_else_changes_the_form(gpu):
-    config = LlamaConfig(64, 16, 24, num_layers=2, num_heads=4)
+    config = LlamaConfig(64, 16, 24, num_hidden_layers=2, num_attention_heads=4)
     assert form(Llama(config)) is LayerStack
     assert form(build(load_weights(find_model("tiny", None)))) is LayerStack
     for stacked, want in ((True, LayerStack), (False, LayerList)):
@@ -148,7 +148,9 @@ def test_every_family_says_whether_it_is_separate():
 
 def test_programs_do_not_see_the_number_of_a_layer():
     """If they did, XLA would compile each layer's kernels anew, and copy caches that it writes to."""
-    model = Decoder(DecoderConfig(64, 16, 24, num_layers=3, num_heads=4), stacked=False)
+    model = Decoder(
+        DecoderConfig(64, 16, 24, num_hidden_layers=3, num_attention_heads=4), stacked=False
+    )
     ids = jax.ShapeDtypeStruct((2, 1), np.int32)
     text = jax.jit(lambda m, ids: m(ids, m.cache(2, 8))).lower(model, ids).as_text()
     hidden = re.findall(r"stablehlo.optimization_barrier %\S+ : tensor<i32>", text)

@@ -82,7 +82,13 @@ def test_images_and_meshes(kind):
 def small():
     """A language model whose matrices have few shapes."""
     config = LlamaConfig(
-        64, 16, 16, num_layers=2, num_heads=4, num_kv_heads=4, tie_word_embeddings=True
+        64,
+        16,
+        16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
     )
     return filled(Llama(config))
 

@@ -71,7 +71,9 @@ def tiny():
 @pytest.fixture(scope="module")
 def small():
     """A Llama with VOCAB tokens, and its tokenizer of characters."""
-    config = LlamaConfig(VOCAB, 16, 24, num_layers=2, num_heads=2, max_position_embeddings=64)
+    config = LlamaConfig(
+        VOCAB, 16, 24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
+    )
     return filled(Llama(config)), one_character_each()
 
 
@@ -256,7 +258,7 @@ def test_bad_models(small):
         perplexity(Llama(model.config), tokenizer, "abc")
     with pytest.raises(UserInputError, match="Linear is not a language model"):
         perplexity(maxjax.nn.Linear(2, 2, "float32", maxjax.DeviceRef.CPU()), tokenizer, "abc")
-    few = LlamaConfig(VOCAB // 2, 16, 24, num_layers=1, num_heads=2)
+    few = LlamaConfig(VOCAB // 2, 16, 24, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(UserInputError, match="belongs to another model"):
         perplexity(filled(Llama(few)), tokenizer, "ab\x80")
 

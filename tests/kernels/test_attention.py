@@ -309,8 +309,8 @@ MESHES = {"rows": {"data": 2, "model": 2}, "heads": {"model": 4}, "tokens": {"se
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_decoder_on_a_mesh(request, kind, axes):
     """With four devices for two KV heads these are repeated."""
-    config = DecoderConfig(50, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, sliding_window=9,
-                           slides=(False, True))  # fmt: skip
+    config = DecoderConfig(50, 32, 48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                           sliding_window=9, slides=(False, True))  # fmt: skip
     model = maxjax.init(Decoder(config), jax.random.key(0))
     ids = jnp.asarray(RNG.integers(0, 50, (2, 40)), jnp.int32)
     lengths = jnp.array([40, 33])

@@ -137,7 +137,7 @@ def test_a_divided_batch_is_not_gathered():
 @pytest.fixture(scope="module")
 def layer():
     config = Qwen35Config(
-        16, 8, 8, num_layers=1, num_heads=1, linear=(True,), linear_num_key_heads=1,
+        16, 8, 8, num_hidden_layers=1, num_attention_heads=1, linear=(True,), linear_num_key_heads=1,
         linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=6,
     )  # fmt: skip
     return maxjax.init(Qwen35(config), jax.random.key(0)).unstack().model.layers[0].linear_attn

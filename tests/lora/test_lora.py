@@ -25,7 +25,9 @@ gradient_of = jax.jit(jax.grad(lambda trained, rest: jnp.var(maxjax.merge(traine
 
 
 def llama(stacked=True):
-    config = LlamaConfig(64, 64, 128, num_layers=3, num_heads=4, num_kv_heads=2)
+    config = LlamaConfig(
+        64, 64, 128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
     return filled(Llama(config, stacked=stacked))
 
 
@@ -259,7 +261,9 @@ def test_a_table_gets_updates_too(model, packed, dora, tmp_path):
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_the_layers_of_other_families():
-    gpt2 = maxjax.init(GPT2(GPT2Config(64, 32, num_layers=2, num_heads=4)), jax.random.key(0))
+    gpt2 = maxjax.init(
+        GPT2(GPT2Config(64, 32, num_hidden_layers=2, num_attention_heads=4)), jax.random.key(0)
+    )
     tuned = drawn(lora.add(gpt2, ["c_attn", "mlp.c_proj"], rank=2, key=jax.random.key(1)))
     layer = tuned.transformer.h[1].attn.c_attn
     assert (tuple(layer.lora_A.shape), tuple(layer.lora_B.shape)) == ((2, 32), (96, 2))
@@ -312,7 +316,12 @@ def test_bad_input_is_refused_by_name(model, change, error, says):
 
 @pytest.mark.slow
 def test_experts_are_refused_and_tied_weights_not_merged():
-    sizes = {"num_layers": 1, "num_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     mixtral = Mixtral(MixtralConfig(64, 8, 16, **sizes))
     with pytest.raises(NotImplementedError, match=r"experts.*'model\.layers\.0\.block_sparse_moe"):
         lora.add(
@@ -320,7 +329,9 @@ def test_experts_are_refused_and_tied_weights_not_merged():
         )
     names = {n for n in lora.add(mixtral, rank=2).raw_state_dict() if "lora_A" in n}
     assert {n.split(".")[-3] for n in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    config = LlamaConfig(64, 8, 16, num_layers=1, num_heads=2, tie_word_embeddings=True)
+    config = LlamaConfig(
+        64, 8, 16, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
+    )
     tied = filled(Llama(config))
     with pytest.raises(UserInputError, match="one tied weight"):
         lora.merge(lora.add(tied, "lm_head", key=jax.random.key(0)))
@@ -328,7 +339,9 @@ def test_experts_are_refused_and_tied_weights_not_merged():
 
 def test_a_tied_head_as_peft_saves_it(tmp_path):
     """PEFT puts a copy of the head beside its LoRA weights; in a tied model that is the table."""
-    config = LlamaConfig(64, 8, 16, num_layers=1, num_heads=2, tie_word_embeddings=True)
+    config = LlamaConfig(
+        64, 8, 16, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
+    )
     tied = filled(Llama(config))
     path = lora.save(tmp_path / "a", lora.add(tied, "lm_head", rank=2, key=jax.random.key(0)))
     tensors = load_file(path / "adapter_model.safetensors")
@@ -494,7 +507,12 @@ LATENT = {
 
 def test_adapters_of_experts_are_refused_where_they_are_loaded(tmp_path):
     """PEFT's "all-linear" has them; they were ignored where layers were not stacked."""
-    sizes = {"num_layers": 1, "num_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     model = filled(Mixtral(MixtralConfig(64, 32, 48, **sizes)))
     model = model.unstack()
     name = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"

@@ -253,7 +253,9 @@ def test_sixteen_bits(tmp_path, dtype, least, reduce_dtype):
 
 
 def test_sequences_the_model_cannot_take():
-    config = BertConfig(9, 4, 4, num_layers=1, num_heads=1, max_position_embeddings=5)
+    config = BertConfig(
+        9, 4, 4, num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=5
+    )
     model = BertModel(config, "float32")
     shape = lambda *s: jax.eval_shape(lambda m, x: m(x), model, jnp.zeros(s, jnp.int32))
     assert shape(2, 5).last_hidden_state.shape == (2, 5, 4)

@@ -183,7 +183,7 @@ def test_the_numbers_of_a_text_config(checkpoints):
 def test_a_width_costs_nothing_without_a_file():
     tracemalloc.start()
     try:
-        LlamaConfig(96, 32, 40, num_layers=1, num_heads=4, head_dim=10**9)
+        LlamaConfig(96, 32, 40, num_hidden_layers=1, num_attention_heads=4, head_dim=10**9)
         assert tracemalloc.get_traced_memory()[1] < BYTES
     finally:
         tracemalloc.stop()

@@ -19,7 +19,9 @@ from tests.models.decoder.test_model import VOCAB, call, close, ids_of, made, on
 from tests.models.decoders import generated, greedy, oracle, ours
 
 WINDOW = 5
-BASE = DecoderConfig(VOCAB, 32, 40, num_layers=3, num_heads=4, num_kv_heads=2)
+BASE = DecoderConfig(
+    VOCAB, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+)
 # Which layers slide: s; Gemma 2, Gemma 3, Qwen 2 with max_window_layers, and one that repeats not.
 PATTERNS = {"all": "ss", "1:1": "sfsf", "5:1": "sssssfss", "last": "ffss", "listed": "sfssf"}
 slow = pytest.mark.slow
@@ -30,7 +32,7 @@ MOST, MEAN = 0.15, 0.02
 def config_of(pattern="1:1", window=WINDOW, **changes):
     slides = tuple(c == "s" for c in PATTERNS.get(pattern, pattern))
     window = window if any(slides) else None
-    sizes = {"num_layers": len(slides), "slides": slides, "sliding_window": window}
+    sizes = {"num_hidden_layers": len(slides), "slides": slides, "sliding_window": window}
     return dataclasses.replace(BASE, **sizes, **changes)
 
 
@@ -38,7 +40,7 @@ def full_cache(model, batch, capacity, dtype="float32"):
     """One in which also layers that slide keep every token."""
     config = model.config
     return KVCache.empty(
-        config.num_layers, batch=batch, num_kv_heads=config.kv_heads, capacity=capacity,
+        config.num_hidden_layers, batch=batch, num_kv_heads=config.kv_heads, capacity=capacity,
         head_dim=config.width, dtype=dtype,
     )  # fmt: skip
 
@@ -67,8 +69,8 @@ def test_it_keeps_what_the_layers_see(pattern, stacked):
     model, ids, sliding = made(config, stacked=stacked), ids_of(2, 30), sum(config.slides)
     cache = model.cache(2, 32)
     assert cache.sliding.keys.shape == (sliding, 2, 2, WINDOW, 8)
-    assert cache.full.keys.shape == (config.num_layers - sliding, 2, 2, 32, 8)
-    assert (cache.capacity, cache.num_layers, cache.batch) == (32, config.num_layers, 2)
+    assert cache.full.keys.shape == (config.num_hidden_layers - sliding, 2, 2, 32, 8)
+    assert (cache.capacity, cache.num_layers, cache.batch) == (32, config.num_hidden_layers, 2)
     # Longer than the window, shorter, and of a token.
     found, cache = in_pieces(model, ids, cache, (9, 1, 1, 9, 3, 1, 3, 3))
     close(found, call(model, ids))
@@ -355,7 +357,7 @@ SPLIT = {
 )
 def test_on_meshes(which):
     sizes, types, kv_heads, dtype = MESHES[which]
-    config = config_of("sfs", num_heads=8, num_kv_heads=kv_heads, head_dim=4)
+    config = config_of("sfs", num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=4)
     mesh = maxjax.make_mesh(axis_types=types, **sizes)
     step = jax.jit(lambda m, ids, cache, counts: m(ids, cache, lengths=counts), donate_argnums=2)
     ids, found, caches = ids_of(2, 20), [], []
@@ -393,7 +395,7 @@ DIVIDED = {
 @pytest.mark.parametrize("which", DIVIDED)
 def test_a_divided_cache_under_grad_and_vmap(which):
     sizes, types, batch, kv_heads, heads = DIVIDED[which]
-    config = config_of("sf", num_heads=heads, num_kv_heads=kv_heads, head_dim=4)
+    config = config_of("sf", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=4)
     mesh = maxjax.make_mesh(axis_types=types, **sizes)
     ids = ids_of(batch, 14)
 

@@ -11,6 +11,7 @@ from maxjax.errors import (
     CheckpointMissingError,
     UnsupportedModelError,
 )
+from maxjax.models.bert import BertConfig
 from maxjax.models.cohere import Cohere2Config
 from maxjax.models.config import ModelConfig, read_object, setting
 from maxjax.models.deberta_v2 import DebertaV2Config
@@ -20,11 +21,13 @@ from maxjax.models.ernie4_5 import Ernie45Config
 from maxjax.models.ernie4_5_moe import Ernie45MoEConfig
 from maxjax.models.gemma4 import Gemma4Config
 from maxjax.models.glm4_moe import GLM4MoEConfig
+from maxjax.models.gpt2 import GPT2Config
 from maxjax.models.gpt_neo import GPTNeoConfig
 from maxjax.models.gptj import GPTJConfig
 from maxjax.models.gte import GteConfig
 from maxjax.models.hunyuan_moe import HunyuanMoEConfig
 from maxjax.models.lfm2_moe import LFM2MoEConfig
+from maxjax.models.llama import LlamaConfig
 from maxjax.models.minimax_m2 import MiniMaxM2Config
 from maxjax.models.mistral import Ministral3Config, MistralConfig
 from maxjax.models.modernbert import ModernBertConfig
@@ -35,14 +38,14 @@ from maxjax.models.seed_oss import SeedOSSConfig
 @dataclasses.dataclass(frozen=True)
 class Config(ModelConfig):
     size: int = setting(minimum=1)
-    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=100)
+    layers: int = setting("num_hidden_layers", minimum=1, maximum=100)
     eps: float = setting("layer_norm_eps", default=1e-5)
     act: str = setting(default="gelu")
     flag: bool = setting(default=False)
     window: int | None = setting(default=None)
 
     def __post_init__(self):
-        if self.size % self.num_layers:
+        if self.size % self.layers:
             raise ValueError("'size' is not a multiple of 'num_hidden_layers'")
 
 
@@ -90,6 +93,25 @@ def test_configurations_are_frozen_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.size = 3
     assert hash(config) == hash(Config(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "old", "new"),
+    [
+        (LlamaConfig, "num_layers", "num_hidden_layers"),
+        (LlamaConfig, "num_heads", "num_attention_heads"),
+        (LlamaConfig, "num_kv_heads", "num_key_value_heads"),
+        (GPT2Config, "n_layer", "num_hidden_layers"),
+        (BertConfig, "n_head", "num_attention_heads"),
+        (LlamaConfig, "slide", "slides"),
+    ],
+)
+def test_an_unknown_keyword_is_refused_with_its_name_here(config, old, new):
+    message = f"{config.__name__}.*'{old}': did you mean {new}=.$"
+    with pytest.raises(TypeError, match=message):
+        config(100, 8, 16, **{old: 2})
+    with pytest.raises(TypeError, match=message):
+        dataclasses.replace(config(100, 8, 16, 2, 2), **{old: 2})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +205,8 @@ HALF = Rope(part=0.5, interleaved=True)
         (Ernie45MoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"num_experts": 8, "num_experts_per_tok": 4}),
         (GLM4MoEConfig, {"num_local_experts": 8}, {"num_experts": 8}),
         (DeepseekV2Config, {"num_experts": 8}, {"num_experts": 8}),
-        (GPTJConfig, {"rotary_dim": 2}, {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "rope": HALF}),
+        (GPTJConfig, {"rotary_dim": 2},
+         {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "rope": HALF}),
         (GPTNeoConfig, {"attention_layers": ["local", "global"], "attention_types": [[["global", "local"], 12]]},
          {"slides": (True, False)}),
         (Ernie45Config, {"head_dim": None}, {"width": 4}),
@@ -191,7 +214,8 @@ HALF = Rope(part=0.5, interleaved=True)
         (SeedOSSConfig, {}, {"width": 128}),
         (Ministral3Config, {"rope_parameters": {"rope_type": "default"}}, {"rope": Rope(1e4)}),
         (Ernie45Config, {}, {"width": 128}),
-        (Cohere2Config, {"layer_types": ["full_attention"] * 2, "sliding_window_pattern": None}, {"num_layers": 2}),
+        (Cohere2Config, {"layer_types": ["full_attention"] * 2, "sliding_window_pattern": None},
+         {"num_hidden_layers": 2}),
     ],
 )  # fmt: skip
 def test_names_and_defaults_of_transformers(config, settings, found):

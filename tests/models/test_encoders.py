@@ -197,7 +197,7 @@ def test_meshes_and_what_transformers_opens(tmp_path, number):
 
 
 def test_mpnets_mlps_are_split_over_a_mesh():
-    config = MPNetConfig(64, 16, 32, num_layers=1, num_heads=2)
+    config = MPNetConfig(64, 16, 32, num_hidden_layers=1, num_attention_heads=2)
     weights = MPNetModel(config).to(maxjax.make_mesh(model=2)).raw_state_dict()
     names = ("intermediate.dense.weight", "output.dense.weight")
     specs = [tuple(weights[f"encoder.layer.0.{name}"].sharding.spec) for name in names]

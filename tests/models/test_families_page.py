@@ -54,7 +54,7 @@ def families_of_the_page():
 def fused_weights(model):
     """The weights of a SmolLM3 as the page's family has them."""
     weights = {name: np.asarray(value) for name, value in model.state_dict().items()}
-    for i in range(model.config.num_layers):
+    for i in range(model.config.num_hidden_layers):
         for parts, whole in (
             [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv"],
             [("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"],
@@ -73,7 +73,7 @@ def test_its_families_compute_what_others_do(tmp_path):
     assert type(mine) is names["Olmo2"]
     decoders.same(call(mine, ids), decoders.logits_of(theirs, ids))
 
-    sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     rotates = (True, True, True, False)
     config = SmolLM3Config(96, 32, 40, tie_word_embeddings=False, rotates=rotates, **sizes)
     known = maxjax.init(SmolLM3(config), jax.random.key(0))
@@ -119,7 +119,7 @@ class Fused(DecoderAttention):
 
     def make_projections(self, config, dtype):
         super().make_projections(config, dtype)
-        size = (config.num_heads + 2 * config.kv_heads) * config.width
+        size = (config.num_attention_heads + 2 * config.kv_heads) * config.width
         self.qkv_proj = maxjax.nn.Linear(config.hidden_size, size, dtype, DeviceRef.CPU())
         del self.q_proj, self.k_proj, self.v_proj
 
@@ -143,7 +143,9 @@ class FusedDecoder(Decoder):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_projection_of_its_own_is_enough_for_a_cache(devices):
-    model = FusedDecoder(DecoderConfig(48, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2))
+    model = FusedDecoder(
+        DecoderConfig(48, 16, 24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+    )
     if devices > 1:
         model.to(maxjax.make_mesh(model=devices))
     maxjax.init(model, jax.random.key(0))
@@ -158,7 +160,9 @@ def test_a_projection_of_its_own_is_enough_for_a_cache(devices):
 
 @pytest.mark.slow
 def test_a_rope_that_there_is_not_is_refused():
-    model = Decoder(DecoderConfig(48, 16, 24, num_layers=1, num_heads=4), stacked=False)
+    model = Decoder(
+        DecoderConfig(48, 16, 24, num_hidden_layers=1, num_attention_heads=4), stacked=False
+    )
     maxjax.init(model, jax.random.key(0))
     model.model.layers[0].self_attn.rope = "globl"
     with pytest.raises(

@@ -328,8 +328,8 @@ def test_what_a_published_file_leaves_out_of_its_text_part():
     found = Gemma3Config.from_dict({"model_type": "gemma3", "text_config": {"hidden_size": 2560}})
     other = settings_of("Gemma3Config", {"text_config": {"hidden_size": 2560}}).text_config
     assert found.vocab_size == other["vocab_size"]
-    assert found.num_heads == other["num_attention_heads"]
-    assert found.num_layers == other["num_hidden_layers"] and found.hidden_size == 2560
+    assert found.num_attention_heads == other["num_attention_heads"]
+    assert found.num_hidden_layers == other["num_hidden_layers"] and found.hidden_size == 2560
     assert found.intermediate_size == other["intermediate_size"]
     assert found.kv_heads == other["num_key_value_heads"]
 

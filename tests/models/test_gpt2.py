@@ -288,7 +288,7 @@ def test_settings_of_other_decoders_mean_nothing():
 def test_defaults_and_spellings_are_those_of_transformers(tmp_path):
     mine, other = GPT2Config.from_dict({}), settings_of("GPT2Config")
     assert (mine.vocab_size, mine.hidden_size) == (other.vocab_size, other.n_embd)
-    assert (mine.num_layers, mine.num_heads) == (other.n_layer, other.n_head)
+    assert (mine.num_hidden_layers, mine.num_attention_heads) == (other.n_layer, other.n_head)
     assert mine.max_position_embeddings == other.n_positions
     assert mine.rms_norm_eps == other.layer_norm_epsilon
     assert mine.hidden_act == other.activation_function
@@ -301,7 +301,9 @@ def test_defaults_and_spellings_are_those_of_transformers(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_a_model_made_in_code():
-    config = GPT2Config(50, 16, num_layers=2, num_heads=2, max_position_embeddings=9)
+    config = GPT2Config(
+        50, 16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=9
+    )
     model = maxjax.init(GPT2(config), jax.random.key(0))
     logits, cache = last(model, np.ones((1, 9), np.int32), model.cache(1, 9), np.array([9]))
     assert np.isfinite(np.asarray(logits)).all() and int(cache.lengths[0]) == 9
@@ -350,7 +352,7 @@ def test_a_table_that_is_split_by_columns_leaves_the_layers_whole(tied):
     model = maxjax.init(GPT2(config, stacked=False).to(mesh), jax.random.key(0))
     found = sorted(one.kind for one in compiled(call, model, ids_of(2, LENGTH)))
     # The rows of the table, two sums a layer, the logits.
-    assert found == ["all-gather"] + ["all-reduce"] * (2 * config.num_layers + 1)
+    assert found == ["all-gather"] + ["all-reduce"] * (2 * config.num_hidden_layers + 1)
 
 
 def test_export_for_any_length():

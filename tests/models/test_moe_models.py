@@ -101,7 +101,7 @@ def test_settings_of_qwen(tmp_path, name):
     mine = ours(tmp_path, devices=8 if "divide" in name else 1)
     same(call(mine, ids), logits_of(model, ids))
     experts = "model.layers.{}.mlp.experts.down_proj"
-    sparse = [experts.format(i) in model.shapes for i in range(mine.config.num_layers)]
+    sparse = [experts.format(i) in model.shapes for i in range(mine.config.num_hidden_layers)]
     assert list(mine.config.sparse) == sparse
 
 
@@ -260,8 +260,8 @@ def test_published_files_of_qwen3_vl_have_experts_in_the_other_order(inner):
         16,
         8,
         16,
-        num_layers=1,
-        num_heads=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         num_experts=3,
         num_experts_per_tok=2,
         moe_intermediate_size=inner,

@@ -214,10 +214,10 @@ def test_one_of_several_text_models():
         (
             "voxtral",
             "llama",
-            {"num_kv_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "theta": 1e8},
+            {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "theta": 1e8},
         ),
-        ("qwen2_5_vl", None, {"num_kv_heads": 8}),
-        ("qwen2_5_omni_thinker", None, {"num_kv_heads": 4}),
+        ("qwen2_5_vl", None, {"num_key_value_heads": 8}),
+        ("qwen2_5_omni_thinker", None, {"num_key_value_heads": 4}),
         ("mistral3", "mistral", {"sliding_window": 4096}),
         ("qwen3_vl_moe", None, {"num_experts": 60}),
         ("glm4v", "glm4v_text", {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}),

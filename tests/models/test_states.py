@@ -17,18 +17,18 @@ from maxjax.nn.kv_cache.kinds import Place, State, States
 from tests.models.decoders import call, ids_of, last, padded
 
 VOCAB = 96
-SMALL = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+SMALL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 RECURRENT = Qwen35Config(
     VOCAB, 16, 24, **SMALL, linear_num_key_heads=2, linear_num_value_heads=4,
     linear_key_head_dim=4, linear_value_head_dim=6, max_position_embeddings=128,
 )  # fmt: skip
 LATENT = DeepseekV3Config(
-    VOCAB, 16, 24, num_layers=3, num_heads=4, kv_lora_rank=12, q_lora_rank=8, qk_nope_head_dim=4,
+    VOCAB, 16, 24, num_hidden_layers=3, num_attention_heads=4, kv_lora_rank=12, q_lora_rank=8, qk_nope_head_dim=4,
     qk_rope_head_dim=4, v_head_dim=6, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
     n_group=1, topk_group=1, max_position_embeddings=128,
 )  # fmt: skip
 SHARED = Gemma4Config(
-    VOCAB, 16, 24, **{**SMALL, "num_layers": 6}, global_head_dim=12, hidden_size_per_layer_input=4,
+    VOCAB, 16, 24, **{**SMALL, "num_hidden_layers": 6}, global_head_dim=12, hidden_size_per_layer_input=4,
     vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=3, sliding_window=5,
     slides=(True, True, False, True, True, False), max_position_embeddings=128,
 )  # fmt: skip

@@ -38,7 +38,9 @@ def written(folder, model, config, named, more):
 
 def masked_words(folder):
     """A BertForMaskedLM."""
-    model = BertModel(BertConfig(60, 16, 24, num_layers=1, num_heads=2), pooler=False)
+    model = BertModel(
+        BertConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2), pooler=False
+    )
     more = parts("cls.predictions.bias", "cls.predictions.transform.dense.weight")
     return written(
         folder, model, lambda raw: {**raw, "architectures": ["BertForMaskedLM"]}, "bert.{}".format, more
@@ -47,7 +49,9 @@ def masked_words(folder):
 
 def of_tokens(folder):
     """A BertForTokenClassification."""
-    model = BertModel(BertConfig(60, 16, 24, num_layers=1, num_heads=2), pooler=False)
+    model = BertModel(
+        BertConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2), pooler=False
+    )
     config = lambda raw: {**raw, "architectures": ["BertForTokenClassification"]}
     return written(
         folder, model, config, "bert.{}".format, parts("classifier.weight", "classifier.bias")
@@ -56,7 +60,7 @@ def of_tokens(folder):
 
 def seeing(folder, front="language_model.model.", head="language_model.lm_head."):
     """A LLaVA, in the names of old files or of new ones."""
-    model = Llama(LlamaConfig(60, 16, 24, num_layers=2, num_heads=2))
+    model = Llama(LlamaConfig(60, 16, 24, num_hidden_layers=2, num_attention_heads=2))
     whole = {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
@@ -74,7 +78,7 @@ def seeing(folder, front="language_model.model.", head="language_model.lm_head."
 def predicting(folder):
     """A DeepSeek V3 with a layer that predicts the token after the next one."""
     config = DeepseekV3Config(
-        60, 16, 24, num_layers=2, num_heads=2, kv_lora_rank=6, q_lora_rank=4, qk_nope_head_dim=4,
+        60, 16, 24, num_hidden_layers=2, num_attention_heads=2, kv_lora_rank=6, q_lora_rank=4, qk_nope_head_dim=4,
         qk_rope_head_dim=2, v_head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4,
         n_group=1, topk_group=1,
     )  # fmt: skip
@@ -87,7 +91,8 @@ def predicting(folder):
 def together(folder):
     """A Qwen3-VL-MoE, whose files hold the experts of a layer as one tensor ``[X, in, out]``."""
     config = Qwen3MoEConfig(
-        60, 16, 24, num_layers=2, num_heads=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8
+        60, 16, 24, num_hidden_layers=2, num_attention_heads=2, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=8, head_dim=8
     )  # fmt: skip
     whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}
     named = lambda name: name.replace("model.", "model.language_model.", name.startswith("model."))
@@ -190,7 +195,7 @@ def test_a_step_of_orbax_holds_the_model_alone(tmp_path):
 
 def test_a_file_without_a_dtype_gets_none(tmp_path):
     source = written(
-        tmp_path / "a", Llama(LlamaConfig(60, 16, 24, num_layers=1, num_heads=2)),
+        tmp_path / "a", Llama(LlamaConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2)),
         lambda raw: {key: value for key, value in raw.items() if key != "dtype"}, str, {},
     )  # fmt: skip
     maxjax.save_pretrained(maxjax.load(source)[0], tmp_path / "b")
@@ -205,7 +210,7 @@ def test_a_file_without_a_dtype_gets_none(tmp_path):
 )
 def test_scales_of_a_cache_in_fp8_have_no_effect(tmp_path, scales, caplog):
     names = [f"model.layers.0.self_attn.{name}" for name in scales]
-    config = LlamaConfig(60, 16, 24, num_layers=1, num_heads=2)
+    config = LlamaConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2)
     source = written(tmp_path / "a", Llama(config), dict, str, parts(*names))
     model, _ = maxjax.load(source)
     assert model.config == config and not caplog.records
@@ -217,7 +222,7 @@ def test_scales_of_a_cache_in_fp8_have_no_effect(tmp_path, scales, caplog):
 def test_a_repository_of_mlx_is_refused_by_name_everywhere(tmp_path, key):
     config = lambda raw: {**raw, key: {"group_size": 64, "bits": 4}}
     source = written(
-        tmp_path / "a", Llama(LlamaConfig(60, 16, 24, num_layers=1, num_heads=2)), config, str,
+        tmp_path / "a", Llama(LlamaConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2)), config, str,
         {"model.layers.0.mlp.up_proj.scales": np.ones((24, 1), np.float16)},
     )  # fmt: skip
     for call in (

@@ -72,8 +72,8 @@ def test_settings_of_the_defaults_come_back(name):
         "vocab_size": 96,
         "hidden_size": 64,
         "intermediate_size": 48,
-        "num_layers": 6,
-        "num_heads": 8,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
         "num_kv_shared_layers": 0,
     }
     fields = {one.name for one in dataclasses.fields(family.config) if not one.metadata.get("own")}
@@ -82,7 +82,9 @@ def test_settings_of_the_defaults_come_back(name):
 
 
 def test_a_model_made_in_code_is_saved_and_loaded(tmp_path):
-    config = LlamaConfig(96, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2)
+    config = LlamaConfig(
+        96, 16, 24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
     model = maxjax.init(Llama(config), jax.random.key(0))
     maxjax.save_pretrained(model, tmp_path)
     again, _ = maxjax.load(tmp_path)
@@ -97,7 +99,8 @@ def test_a_model_made_in_code_is_saved_and_loaded(tmp_path):
 
 def test_its_steps_are_loaded_as_well(tmp_path):
     model = maxjax.init(
-        Llama(LlamaConfig(96, 16, 24, num_layers=2, num_heads=4)), jax.random.key(0)
+        Llama(LlamaConfig(96, 16, 24, num_hidden_layers=2, num_attention_heads=4)),
+        jax.random.key(0),
     )
     maxjax.checkpoint.save(tmp_path, model)
     assert maxjax.load(tmp_path)[0].config == model.config
@@ -105,7 +108,7 @@ def test_its_steps_are_loaded_as_well(tmp_path):
 
 @pytest.mark.parametrize("head", [True, False])
 def test_labels_of_a_classifier(tmp_path, head):
-    config = BertConfig(99, 16, 24, num_layers=1, num_heads=2, num_labels=3)
+    config = BertConfig(99, 16, 24, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
     model = maxjax.init(BertForSequenceClassification(config, head=head), jax.random.key(0))
     maxjax.save_pretrained(model, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -117,7 +120,7 @@ def test_labels_of_a_classifier(tmp_path, head):
 
 
 def test_a_decoder_with_a_classification_head(tmp_path):
-    model = Llama(LlamaConfig(96, 16, 24, num_layers=2, num_heads=4))
+    model = Llama(LlamaConfig(96, 16, 24, num_hidden_layers=2, num_attention_heads=4))
     model.make_score(5, maxjax.DType.float32)
     maxjax.save_pretrained(maxjax.init(model, jax.random.key(0)), tmp_path)
     again, _ = maxjax.load(tmp_path)
@@ -132,11 +135,11 @@ def test_a_decoder_with_a_classification_head(tmp_path):
             "says query_scaling=",
         ),
         (
-            lambda: Llama(Mine(96, 16, 24, num_layers=2, num_heads=4)),
+            lambda: Llama(Mine(96, 16, 24, num_hidden_layers=2, num_attention_heads=4)),
             "for a Llama: expected a LlamaConfig .* got a Mine",
         ),
         (
-            lambda: Decoder(DecoderConfig(96, 16, 24, num_layers=2, num_heads=4)),
+            lambda: Decoder(DecoderConfig(96, 16, 24, num_hidden_layers=2, num_attention_heads=4)),
             "for a Decoder: expected a DecoderConfig",
         ),
     ],
@@ -150,7 +153,7 @@ def test_what_no_file_can_say_is_refused_before_anything_is_saved(tmp_path, mode
     maxjax.checkpoint.save(tmp_path / "steps", model)
 
 
-SETTINGS = LlamaConfig(96, 16, 24, num_layers=2, num_heads=4)
+SETTINGS = LlamaConfig(96, 16, 24, num_hidden_layers=2, num_attention_heads=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +162,14 @@ class Mine(LlamaConfig):
 
 
 def test_a_registered_family_of_ones_own_writes_its_keys():
-    config = maxjax.models.Olmo2Config(96, 16, 24, num_layers=2, num_heads=4)
+    config = maxjax.models.Olmo2Config(96, 16, 24, num_hidden_layers=2, num_attention_heads=4)
     mine = dataclasses.make_dataclass(
         "Own", [("depth", int, maxjax.models.config.setting("my_depth", default=4))],
         bases=(type(config),), namespace={"model_type": "own"}, frozen=True,
     )  # fmt: skip
     family = maxjax.models.DecoderFamily.of(type("Own", (Llama,), {}), mine)
     model = type("Own", (Llama,), {"family": family})(
-        mine(96, 16, 24, num_layers=2, num_heads=4, depth=7)
+        mine(96, 16, 24, num_hidden_layers=2, num_attention_heads=4, depth=7)
     )
     found = config_of(model)
     assert (found["model_type"], found["my_depth"], found["architectures"]) == (

@@ -25,7 +25,9 @@ def close(found, expected, atol=2e-5):
 
 @pytest.fixture(scope="module")
 def model():
-    config = LlamaConfig(100, 16, 16, num_layers=3, num_heads=4, num_kv_heads=2)
+    config = LlamaConfig(
+        100, 16, 16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
     return maxjax.init(Llama(config), jax.random.key(0))
 
 
@@ -230,7 +232,14 @@ def test_remat_in_a_stack(remat):
 def test_gemma_with_a_rotating_cache_and_layers_outside_of_the_pattern():
     """Weights of decode steps are by position, also where slots rotate; and those of a call without a cache."""
     config = Gemma3Config(
-        100, 16, 16, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=4, sliding_window=3
+        100,
+        16,
+        16,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        sliding_window=3,
     )
     model = maxjax.init(Gemma3(config), jax.random.key(0))
     ids = jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
@@ -253,7 +262,8 @@ def test_gemma_with_a_rotating_cache_and_layers_outside_of_the_pattern():
 @pytest.mark.campaign
 def test_bert():
     model = maxjax.init(
-        BertModel(BertConfig(100, 16, 16, num_layers=2, num_heads=2)), jax.random.key(0)
+        BertModel(BertConfig(100, 16, 16, num_hidden_layers=2, num_attention_heads=2)),
+        jax.random.key(0),
     )
     mask = jnp.ones((2, 5), jnp.int32).at[1, 3:].set(0)
     run = maxjax.captured(lambda m, *a: m(*a), "layer.*.attention.self:weights", "layer.1")

@@ -26,7 +26,9 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 
 @pytest.fixture(scope="module")
 def model():
-    config = LlamaConfig(100, 16, 16, num_layers=3, num_heads=4, num_kv_heads=2)
+    config = LlamaConfig(
+        100, 16, 16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
     return maxjax.init(Llama(config), jax.random.key(0))
 
 
@@ -100,7 +102,7 @@ def test_what_the_caller_jitted_runs_as_compiled(model):
 
 
 def test_what_was_captured_does_not_keep_the_model():
-    config = LlamaConfig(100, 16, 16, num_layers=3, num_heads=4)
+    config = LlamaConfig(100, 16, 16, num_hidden_layers=3, num_attention_heads=4)
     one = maxjax.init(Llama(config), jax.random.key(0))
     held = weakref.ref(one)
     with maxjax.capture(one, "layers.1") as c:
@@ -117,7 +119,7 @@ def test_what_was_captured_does_not_keep_the_model():
 
 
 def test_observed_models_that_differ_in_their_weights_alone_are_told_apart():
-    config = LlamaConfig(100, 16, 16, num_layers=3, num_heads=4)
+    config = LlamaConfig(100, 16, 16, num_hidden_layers=3, num_attention_heads=4)
     mesh = maxjax.make_mesh(data=2, model=4)
     models = Llama(config), Llama(config, "bfloat16"), Llama(config).to(mesh)
     plan = maxjax.capture(models[0], "layers.1").plan(0)[0]
@@ -189,7 +191,14 @@ def test_generate(model, family):
     """What is recorded over prefill and decode steps is what one call of the model has."""
     if family == "gemma":
         config = Gemma3Config(
-            100, 16, 16, num_layers=7, num_heads=4, num_kv_heads=2, head_dim=4, sliding_window=3
+            100,
+            16,
+            16,
+            num_hidden_layers=7,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=4,
+            sliding_window=3,
         )
         model = maxjax.init(Gemma3(config), jax.random.key(0))
     plain = maxjax.generate(model, None, PROMPTS, max_new_tokens=6)
@@ -315,7 +324,7 @@ def test_embed_and_perplexity():
 def test_encoders_do_not_pack_texts_that_are_observed():
     """Otherwise several texts share a row."""
     tokenizer = maxjax.load("tiny")[1]
-    config = BertConfig(704, 16, 16, num_layers=2, num_heads=2)
+    config = BertConfig(704, 16, 16, num_hidden_layers=2, num_attention_heads=2)
     model = maxjax.init(BertModel(config), jax.random.key(0))
     texts = ["hello there, you", "abc", "abc abc"]
     plain = maxjax.embed(model, tokenizer, texts)

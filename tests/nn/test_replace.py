@@ -15,7 +15,9 @@ DOWN, UP = "model.layers.1.mlp.down_proj.weight", "model.layers.*.mlp.up_proj.we
 
 @pytest.fixture(scope="module")
 def model():
-    config = LlamaConfig(96, 32, 64, num_layers=3, num_heads=4, tie_word_embeddings=True)
+    config = LlamaConfig(
+        96, 32, 64, num_hidden_layers=3, num_attention_heads=4, tie_word_embeddings=True
+    )
     return maxjax.init(Llama(config), jax.random.key(0))
 
 
@@ -91,7 +93,7 @@ def test_quantised_weights(model):
 
 
 def test_placeholders():
-    model = Llama(LlamaConfig(96, 32, 64, num_layers=3, num_heads=4))
+    model = Llama(LlamaConfig(96, 32, 64, num_hidden_layers=3, num_attention_heads=4))
     made = maxjax.replace(model, {"model.norm.weight": jnp.ones(32), UP: jnp.ones((3, 64, 32))})
     found = {n: w for n, w in made.raw_state_dict().items() if w.value is not None}
     assert set(found) == {"model.norm.weight", *(UP.replace("*", str(i)) for i in range(3))}

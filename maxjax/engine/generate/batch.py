@@ -53,7 +53,7 @@ class Batch:
     Example:
         >>> import maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> texts = Batch(model, [[1, 2, 3], [4]], [8, 4])
         >>> texts.prefill().counts.tolist()

@@ -37,7 +37,7 @@ def first_nan(model: Any, ids: Sequence[int] | jax.Array) -> str | None:
     Example:
         >>> import maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> first_nan(model, [1, 2, 3]) is None
         True

@@ -108,7 +108,7 @@ def generate(
     Example:
         >>> import maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> texts = maxjax.generate(model, None, [[1, 2, 3], [4]], max_new_tokens=5)
         >>> [len(text.tokens) for text in texts], texts[0].finish_reason
@@ -402,7 +402,7 @@ def stream(
     Example:
         >>> import maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> pieces = maxjax.stream(model, None, [1, 2, 3], max_new_tokens=5)
         >>> list(pieces), len(pieces.completion.tokens)

@@ -115,7 +115,7 @@ def lowered(
         >>> import maxjax
         >>> from maxjax.models import Llama, LlamaConfig
         >>> mesh = maxjax.make_mesh(model=1)
-        >>> model = placeholder_of(Llama(LlamaConfig(100, 8, 16, num_layers=2, num_heads=2)), mesh)
+        >>> model = placeholder_of(Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)), mesh)
         >>> text = lowered("decode", model, mesh, batch=3, capacity=64).as_text()
         >>> "tensor<2x3x2x64x4xf32>" in text  # the keys: layers, batch, heads, slots, width
         True

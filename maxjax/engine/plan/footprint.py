@@ -274,7 +274,9 @@ def _kept_by(config: DecoderConfig) -> list[names.Heads | names.Fixed]:
     for layers, kind in ((group.layers, group.kind) for group in groups.values()):
         if isinstance(kind, KeysValues):
             value = 0 if isinstance(kind, LatentVectors) else kind.width
-            one = names.Heads(layers, config.num_heads, kind.heads, kind.width, value, kind.window)
+            one = names.Heads(
+                layers, config.num_attention_heads, kind.heads, kind.width, value, kind.window
+            )
             found.append(one)
         else:
             found += [

@@ -88,7 +88,7 @@ class DecoderAttention(Module):
     def __init__(self, config: DecoderConfig, slides: bool, dtype: DType):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_heads, config.kv_heads, config.width
+            config.num_attention_heads, config.kv_heads, config.width
         )  # fmt: skip
         self.scale, self.soft_cap = config.query_scale, config.attn_soft_cap
         self.sliding_window = config.sliding_window if slides else None

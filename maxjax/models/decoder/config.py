@@ -33,8 +33,8 @@ class DecoderConfig(ModelConfig):
     """The settings of a decoder. A field is read from the key of its name, unless it is declared with another key.
 
     Attributes:
-        num_kv_heads: number of KV heads; ``num_heads`` by default.
-        head_dim: ``hidden_size / num_heads`` by default.
+        num_key_value_heads: number of KV heads; ``num_attention_heads`` by default.
+        head_dim: ``hidden_size / num_attention_heads`` by default.
         attention_bias, output_bias: whether the projections of queries, keys and values have
             biases, and whether the output projection has one (by default as the others).
         head_bias: whether the head, which computes the logits, has a bias.
@@ -78,9 +78,9 @@ class DecoderConfig(ModelConfig):
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
     intermediate_size: int = setting(minimum=1, held="axis")
-    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000, held="layers")
-    num_heads: int = setting("num_attention_heads", minimum=1, held="axis")
-    num_kv_heads: int | None = setting("num_key_value_heads", default=None, minimum=1, held="axis")
+    num_hidden_layers: int = setting(minimum=1, maximum=1000, held="layers")
+    num_attention_heads: int = setting(minimum=1, held="axis")
+    num_key_value_heads: int | None = setting(default=None, minimum=1, held="axis")
     head_dim: int | None = setting(default=None, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=2048, minimum=1)
     rms_norm_eps: float = setting(default=1e-6)
@@ -109,15 +109,15 @@ class DecoderConfig(ModelConfig):
     query_scaling: QueryScaling | None = own(None)
 
     def __post_init__(self) -> None:
-        if self.head_dim is None and self.hidden_size % self.num_heads:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"'{self.key_of('hidden_size')}' {self.hidden_size} is not a multiple of "
-                f"'{self.key_of('num_heads')}' {self.num_heads}"
+                f"'{self.key_of('num_attention_heads')}' {self.num_attention_heads}"
             )
-        slides = self.slides or (self.sliding_window is not None,) * self.num_layers
+        slides = self.slides or (self.sliding_window is not None,) * self.num_hidden_layers
         derived = {
-            "head_dim": self.head_dim or self.hidden_size // self.num_heads,
-            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "head_dim": self.head_dim or self.hidden_size // self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads or self.num_attention_heads,
             "intermediate_size": self.inner_size,
             "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
             "slides": tuple(slides),
@@ -130,16 +130,16 @@ class DecoderConfig(ModelConfig):
     def _check(self) -> None:
         if self.causal_only and not self.is_causal:
             raise UnsupportedModelError(f"'is_causal' false of a {self.model_type or 'decoder'}")
-        if self.num_heads % self.kv_heads:
+        if self.num_attention_heads % self.kv_heads:
             raise ValueError(
-                f"'num_attention_heads' {self.num_heads} is not a multiple of "
+                f"'num_attention_heads' {self.num_attention_heads} is not a multiple of "
                 f"'num_key_value_heads' {self.kv_heads}"
             )
         check_activation(self.key_of("hidden_act"), self.hidden_act)
-        check_kinds(self.slides, self.num_layers)
-        if self.rotates and len(self.rotates) != self.num_layers:
+        check_kinds(self.slides, self.num_hidden_layers)
+        if self.rotates and len(self.rotates) != self.num_hidden_layers:
             raise ValueError(
-                f"{len(self.rotates)} entries say which of {self.num_layers} layers have RoPE "
+                f"{len(self.rotates)} entries say which of {self.num_hidden_layers} layers have RoPE "
                 "('no_rope_layers')"
             )
         if any(self.slides) and self.sliding_window is None:
@@ -163,8 +163,8 @@ class DecoderConfig(ModelConfig):
     @property
     def kv_heads(self) -> int:
         """K, the number of KV heads."""
-        assert self.num_kv_heads is not None
-        return self.num_kv_heads
+        assert self.num_key_value_heads is not None
+        return self.num_key_value_heads
 
     @property
     def embedding_size(self) -> int:
@@ -277,13 +277,13 @@ class DecoderConfig(ModelConfig):
 @functools.lru_cache(maxsize=128)
 def groups_of_config(config: DecoderConfig) -> dict[str, Group]:
     """The groups of layers with the same kind of state in the cache, by name."""
-    return groups_of([config.states(i) for i in range(config.num_layers)])
+    return groups_of([config.states(i) for i in range(config.num_hidden_layers)])
 
 
 @functools.lru_cache(maxsize=128)
 def shares(config: DecoderConfig) -> bool:
     """Whether a layer reads the keys and values of another layer."""
-    kept = (config.states(i).values() for i in range(config.num_layers))
+    kept = (config.states(i).values() for i in range(config.num_hidden_layers))
     return any(isinstance(kind, Shared) for kinds in kept for kind in kinds)
 
 

@@ -64,7 +64,7 @@ class MoEConfig(DecoderConfig):
     maps: tuple = own(MAPS_PROJ)
 
     def __post_init__(self) -> None:
-        sparse = self.sparse or (self.num_experts > 0,) * self.num_layers
+        sparse = self.sparse or (self.num_experts > 0,) * self.num_hidden_layers
         object.__setattr__(self, "sparse", tuple(sparse))
         super().__post_init__()
         if any(self.sparse) and self.num_experts_per_tok > self.num_experts:
@@ -243,7 +243,7 @@ class SparseMLP(Module):
             ``Routing`` after the number of a token's experts.
 
     Example:
-        >>> config = MoEConfig(100, 8, 16, num_layers=2, num_heads=2)
+        >>> config = MoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
         >>> mlp = SparseMLP(config, DType.float32)
         >>> sorted(mlp.raw_state_dict())[:2]
         ['experts.0.down_proj.weight', 'experts.0.gate_proj.weight']

@@ -73,15 +73,15 @@ class GatedDeltaConfig(DecoderConfig):
                 f"'linear_num_value_heads' {self.linear_num_value_heads} is not a multiple of "
                 f"'linear_num_key_heads' {self.linear_num_key_heads}"
             )
-        linear = tuple(self.linear) or all_but_every(4, self.num_layers)
+        linear = tuple(self.linear) or all_but_every(4, self.num_hidden_layers)
         object.__setattr__(self, "linear", linear)
-        check_kinds(linear, self.num_layers)
+        check_kinds(linear, self.num_hidden_layers)
         super().__post_init__()
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
         """A kind for each layer; layers of one kind have the same tensors."""
-        sparse = getattr(self, "sparse", ()) or (False,) * self.num_layers
+        sparse = getattr(self, "sparse", ()) or (False,) * self.num_hidden_layers
         return tuple(zip(self.linear, sparse, strict=True))
 
     @property

@@ -30,7 +30,7 @@ class GroupedAttention(DecoderAttention):
         dense: output projection.
 
     Example:
-        >>> config = DecoderConfig(100, 8, 16, num_layers=1, num_heads=4, num_kv_heads=2)
+        >>> config = DecoderConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
         >>> GroupedAttention(config, False, DType.float32).query_key_value.weight.shape
         [Dim(16), Dim(8)]
     """

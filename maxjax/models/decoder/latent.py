@@ -59,7 +59,7 @@ class LatentConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
-        object.__setattr__(self, "num_kv_heads", self.num_heads)
+        object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.query_scale is None:
             width = self.qk_nope_head_dim + self.qk_rope_head_dim
             object.__setattr__(self, "query_scale", width**-0.5)

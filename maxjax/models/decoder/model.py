@@ -62,7 +62,7 @@ class DecoderModel(Module):
         self.dtype, self.embedding_scale = dtype, config.embedding_scale
         self.make_embeddings(config, dtype)
         self.layers: Any = LayerList(
-            layer_class(config, i, dtype) for i in range(config.num_layers)
+            layer_class(config, i, dtype) for i in range(config.num_hidden_layers)
         )
         self.norm = norm(config, dtype)
 
@@ -130,7 +130,7 @@ class Decoder(Scored, PretrainedModel):
             are tied.
 
     Example:
-        >>> config = DecoderConfig(100, 8, 16, num_layers=2, num_heads=2)
+        >>> config = DecoderConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = Decoder(config)
         >>> ids = jnp.zeros((3, 5), jnp.int32)
         >>> jax.eval_shape(lambda m, ids: m(ids), model, ids).shape
@@ -378,7 +378,7 @@ class Decoder(Scored, PretrainedModel):
             UserInputError: as for a call of the model.
 
         Example:
-            >>> model = Decoder(DecoderConfig(100, 8, 16, num_layers=2, num_heads=2))
+            >>> model = Decoder(DecoderConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
             >>> ids = jnp.zeros((3, 5), jnp.int32)
             >>> jax.eval_shape(lambda m, ids: m.states(ids), model, ids).shape
             (3, 5, 8)

@@ -72,7 +72,7 @@ def norm(config: DecoderConfig, dtype: DType, width: int | None = None) -> Any:
 
     Example:
         >>> from maxjax.models import DecoderConfig
-        >>> config = DecoderConfig(100, 8, 16, num_layers=2, num_heads=2, norm="layer")
+        >>> config = DecoderConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, norm="layer")
         >>> list(norm(config, DType.float32).raw_state_dict())
         ['weight', 'bias']
     """

@@ -34,7 +34,7 @@ from .step import nan_beyond
 class PositionedConfig(DecoderConfig):
     """The settings of a decoder with learned positions: LayerNorm, no RoPE, no grouped KV heads, no windows."""
 
-    num_kv_heads: int | None = own(None)
+    num_key_value_heads: int | None = own(None)
     head_dim: int | None = own(None)
     max_position_embeddings: int = setting(default=2048, minimum=1, held="axis")
     tie_word_embeddings: bool = setting(default=True)

@@ -35,9 +35,9 @@ class AlternatingConfig(EncoderConfig):
 
     def __post_init__(self) -> None:
         if not self.local_layers:
-            slides = tuple(bool(i % 3) for i in range(self.num_layers))
+            slides = tuple(bool(i % 3) for i in range(self.num_hidden_layers))
             object.__setattr__(self, "local_layers", slides)
-        check_kinds(self.local_layers, self.num_layers)
+        check_kinds(self.local_layers, self.num_hidden_layers)
         super().__post_init__()
 
     @classmethod

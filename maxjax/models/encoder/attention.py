@@ -91,7 +91,7 @@ class EncoderAttention(Module):
     ):
         super().__init__()
         size, inputs = config.hidden_size, self.names[:-1]
-        self.num_heads, self.softmax_dtype = config.num_heads, types.reduce
+        self.num_heads, self.softmax_dtype = config.num_attention_heads, types.reduce
         self.window, self.rope = window, rope
         for name in inputs:
             setattr(self, name, types.linear(size, size * 3 // len(inputs), has_bias))

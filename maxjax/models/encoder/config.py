@@ -31,8 +31,8 @@ class EncoderConfig(ModelConfig):
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
     intermediate_size: int = setting(minimum=1, held="axis")
-    num_layers: int = setting("num_hidden_layers", minimum=1, maximum=1000, held="layers")
-    num_heads: int = setting("num_attention_heads", minimum=1, held="axis")
+    num_hidden_layers: int = setting(minimum=1, maximum=1000, held="layers")
+    num_attention_heads: int = setting(minimum=1, held="axis")
     max_position_embeddings: int = setting(default=512, minimum=1)
     type_vocab_size: int = setting(default=2, minimum=0, held="axis")
     layer_norm_eps: float = setting(default=1e-12)
@@ -43,10 +43,10 @@ class EncoderConfig(ModelConfig):
     local_rope: Rope | None = own(None)
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads:
+        if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"'{self.key_of('hidden_size')}' {self.hidden_size} is not a multiple of "
-                f"'{self.key_of('num_heads')}' {self.num_heads}"
+                f"'{self.key_of('num_attention_heads')}' {self.num_attention_heads}"
             )
         check_activation(self.key_of("hidden_act"), self.hidden_act)
         if self.is_decoder:
@@ -59,12 +59,12 @@ class EncoderConfig(ModelConfig):
     @property
     def width(self) -> int:
         """D, the width of a head."""
-        return self.hidden_size // self.num_heads
+        return self.hidden_size // self.num_attention_heads
 
     @property
     def kv_heads(self) -> int:
         """The number of KV heads: as many as query heads."""
-        return self.num_heads
+        return self.num_attention_heads
 
     @property
     def max_length(self) -> int:

@@ -225,7 +225,7 @@ class NormedEncoder(Encoder):
             config, types, token_types=config.type_vocab_size, has_norm=False
         )
         self.emb_ln = types.norm(config)
-        layers = (self.layer_class(config, types) for _ in range(config.num_layers))
+        layers = (self.layer_class(config, types) for _ in range(config.num_hidden_layers))
         self.encoder = Layers("layers", layers)
 
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:

@@ -151,9 +151,9 @@ def _sizes(config: Any) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "block_count": config.num_layers,
+        "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_heads,
+        "attention.head_count": config.num_attention_heads,
     }
 
 
@@ -199,7 +199,7 @@ def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any
     size, found = model.config, {}
     if table.has_head and size.tie_word_embeddings:
         raise unsupported(f"a tied head in a GGUF file of {table.architecture!r}", path)
-    if table.is_square and size.num_heads * size.width != size.hidden_size:
+    if table.is_square and size.num_attention_heads * size.width != size.hidden_size:
         raise unsupported(
             f"'head_dim' {size.width} in a GGUF file of {table.architecture!r}, whose heads are together "
             "as wide as the hidden states", path,

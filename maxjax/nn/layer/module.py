@@ -8,17 +8,16 @@ that changes while it runs: caches and random keys are arguments and results.
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache, wraps
+from functools import cached_property, wraps
 from types import MappingProxyType
 from typing import Any, Self
 
 import jax
 
-from ...elsewhere import METHODS, meant
-from ...errors import UnknownArgumentError, UserInputError
+from ...elsewhere import METHODS, check_keywords
+from ...errors import UserInputError
 from ...graph import compile_cache
 from ...graph.graph import Graph
 from ...graph.program import Model, Program, Trees
@@ -37,26 +36,6 @@ from .rows import OfModule
 from .state import StateDict
 from .static import Live, freeze, holds_items, unread_fields, unshared
 from .walk import Walk
-
-
-def _check_keywords(cls: type, given: Iterable[str]) -> None:
-    """Refuses keyword arguments that a class does not take, with the name that they have here."""
-    try:
-        parameters = _signature(cls.__init__).parameters
-    except (TypeError, ValueError):  # a class whose __init__ has no signature
-        return
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return
-    names = list(parameters)[1:]
-    for name in given:
-        if name not in names:
-            hint = meant(name, names) or f"; it takes {', '.join(names) or 'none'}"
-            raise UnknownArgumentError(
-                f"{cls.__name__}() got an unexpected keyword argument {name!r}{hint}"
-            )
-
-
-_signature = lru_cache(maxsize=4096)(inspect.signature)
 
 
 class Module(OfModule, Layer, StateDict, ABC):
@@ -129,7 +108,7 @@ class Module(OfModule, Layer, StateDict, ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any):
         if kwargs:
-            _check_keywords(cls, kwargs)
+            check_keywords(cls, kwargs)
         self = super().__new__(cls)
         # In __new__, so that a subclass may call super().__init__() late or never.
         vars(self).update(_mx_weights={}, _mx_locals={}, _mx_children={}, _mx_shared=set(),

@@ -41,7 +41,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> name = "model.layers.1.mlp.down_proj.weight"
         >>> other = maxjax.replace(model, {name: jnp.zeros((8, 16))})

@@ -1100,7 +1100,11 @@ def test_tensors_that_a_family_ignores_are_left_out_of_a_gguf_file(tmp_path, cap
     from maxjax.models import GPTNeoX
 
     config = GPTNeoX.family.config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     model = maxjax.init(GPTNeoX(config), jax.random.key(0))
     maxjax.save_pretrained(model, tmp_path / "hf", config=NEOX)

@@ -1129,7 +1129,7 @@ def test_a_header_reads_back(net_file):
     ),
 )  # fmt: skip
 def test_a_model_on_a_mesh_is_exported_for_one_device(tmp_path, stacked, sizes):
-    config = BertConfig(101, 32, 64, num_layers=2, num_heads=4)
+    config = BertConfig(101, 32, 64, num_hidden_layers=2, num_attention_heads=4)
     model = filled(BertModel(config))
     ids = np.ones((2, 3), np.int32)
     want, values = jax.jit(lambda m, ids: m(ids))(model, ids), model.state_dict()

@@ -25,7 +25,7 @@ def pair(answer, template=None, *, after="[/INST]"):
     backend.decoder = tokenizers.decoders.Metaspace()
     backend.add_special_tokens(SPECIAL)
     size = len(vocab)
-    model = Llama(LlamaConfig(size, size, size, num_layers=1, num_heads=1))
+    model = Llama(LlamaConfig(size, size, size, num_hidden_layers=1, num_attention_heads=1))
     head = jnp.zeros((size, size))
     for this, following in zip([after, *answer], [*answer, "</s>"], strict=True):
         head = head.at[vocab[following], vocab[this]].set(1)

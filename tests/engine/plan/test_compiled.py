@@ -25,7 +25,11 @@ SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
 
 
 def llama(**options):
-    return Llama(LlamaConfig(**SIZES, num_layers=3, num_heads=4, num_kv_heads=2, **options))
+    return Llama(
+        LlamaConfig(
+            **SIZES, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, **options
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +158,8 @@ def test_what_does_not_fit_is_not_compiled(loaded, monkeypatch):
 
 
 def test_what_cannot_be_compiled(loaded, tmp_path):
-    bert = BertModel(BertConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_layers=1,
-                                num_heads=4))  # fmt: skip
+    bert = BertModel(BertConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                num_attention_heads=4))  # fmt: skip
     with pytest.raises(UserInputError, match="BertModel is not a language model"):
         plan(bert, compile="cpu:2")
     with pytest.raises(UserInputError, match="leave dtype out"):

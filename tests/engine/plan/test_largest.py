@@ -10,12 +10,23 @@ from maxjax.models.decoder.model import Decoder
 
 
 def llama():
-    return Llama(LlamaConfig(128, 64, 128, num_layers=3, num_heads=8, num_kv_heads=4), "bfloat16")
+    return Llama(
+        LlamaConfig(
+            128, 64, 128, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4
+        ),
+        "bfloat16",
+    )
 
 
 def sliding():
     config = DecoderConfig(
-        64, 16, 16, num_layers=6, num_heads=2, slides=(True,) * 5 + (False,), sliding_window=8
+        64,
+        16,
+        16,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        slides=(True,) * 5 + (False,),
+        sliding_window=8,
     )
     return Decoder(config)
 
@@ -57,8 +68,8 @@ def test_where_nothing_fits_and_where_it_is_not_known():
     for options in ({"batch": 4, "length": 100}, {"hbm": "1GB"}):
         found = plan(llama(), **options)
         assert (found.max_batch, found.max_length) == (None, None)
-    bert = BertModel(BertConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_layers=1,
-                                num_heads=4))  # fmt: skip
+    bert = BertModel(BertConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                num_attention_heads=4))  # fmt: skip
     assert plan(bert, batch=1, length=8, hbm="1GB").max_batch is None
 
 

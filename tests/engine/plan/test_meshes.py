@@ -15,18 +15,19 @@ from maxjax.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from maxjax.models.name_rules import HEADS, layer_of
 from scripts import hlo
 
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_layers": 3}
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 
 
 def llama(**options):
     return Llama(
-        LlamaConfig(**SIZES, **({"num_heads": 8, "num_kv_heads": 8} | options)), "bfloat16"
+        LlamaConfig(**SIZES, **({"num_attention_heads": 8, "num_key_value_heads": 8} | options)),
+        "bfloat16",
     )
 
 
 def mixtral():
     config = MixtralConfig(
-        **SIZES, num_heads=8, num_kv_heads=8, num_experts=4, num_experts_per_tok=2
+        **SIZES, num_attention_heads=8, num_key_value_heads=8, num_experts=4, num_experts_per_tok=2
     )
     return Mixtral(config, "bfloat16")
 
@@ -79,7 +80,10 @@ def test_a_choice_is_the_plan_of_its_mesh(make):
 def test_the_best_reads_least_among_those_that_fit():
     # Weights so large that a collective's latency is nothing beside them.
     big = Llama(
-        LlamaConfig(128256, 4096, 14336, num_layers=32, num_heads=32, num_kv_heads=8), "bfloat16"
+        LlamaConfig(
+            128256, 4096, 14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+        ),
+        "bfloat16",
     )
     found = plan(big, device="v5e:2x4", batch=8, length=8192)
     assert found.mesh == {"model": 8}
@@ -179,7 +183,7 @@ def test_where_none_fits_the_smallest_comes_first_and_more_devices_are_named():
 
 
 def test_why_a_mesh_is_worse():
-    found = plan(llama(num_kv_heads=2), device="v5e:2x4", batch=4, length=64)
+    found = plan(llama(num_key_value_heads=2), device="v5e:2x4", batch=4, length=64)
     assert "4 does not divide by data=8" in choice(found, data=8).why
     assert "is replicated" in choice(found, data=8).why
     assert "KV heads" in choice(found, model=8).why

@@ -311,7 +311,13 @@ def test_names_are_rules_for_a_module_too():
 
 def test_a_cache_of_which_a_part_goes_round():
     config = DecoderConfig(
-        64, 16, 16, num_layers=6, num_heads=2, slides=(True,) * 5 + (False,), sliding_window=8
+        64,
+        16,
+        16,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        slides=(True,) * 5 + (False,),
+        sliding_window=8,
     )
     model = Decoder(config)
     for dtype in ("float32", "int8"):
@@ -323,7 +329,9 @@ def test_a_cache_of_which_a_part_goes_round():
 
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 2}, {"data": 2, "fsdp": 2}])
 def test_states_of_a_recurrence_are_split_over_both_axes(sizes):
-    model = Mamba2(Mamba2Config(32, 64, num_layers=3, ssm_heads=8, ssm_head_dim=8, n_groups=2))
+    model = Mamba2(
+        Mamba2Config(32, 64, num_hidden_layers=3, ssm_heads=8, ssm_head_dim=8, n_groups=2)
+    )
     found = plan(model, sizes, batch=4, length=16)
     states = model.to(real_mesh(sizes)).cache(4, 16).states
     assert found.cache_bytes_per_device == held_by_the_first(states)

@@ -110,7 +110,13 @@ def test_errors_on_texts_that_it_has_not_seen_are_smaller(tiny, matrix):
 @pytest.mark.slow
 def test_experts_count_the_tokens_that_chose_them():
     config = MixtralConfig(
-        100, 32, 64, num_layers=2, num_heads=2, num_experts=4, num_experts_per_tok=2
+        100,
+        32,
+        64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
     )
     model = Mixtral(config)
     model.model.layers = model.model.layers.stack()
@@ -141,8 +147,8 @@ SMALL = {
     "vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_layers": 1,
-    "num_heads": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
 }
 
 

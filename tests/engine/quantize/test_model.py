@@ -26,7 +26,12 @@ def tiny():
 
 def random_model(kind=Llama, config=LlamaConfig, **settings):
     """A stacked model whose rows are complete blocks of every kind."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_layers": 2, "num_heads": 4}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = kind(config(64, **(sizes | settings)))
     model.model.layers = model.model.layers.stack()
     return filled(model)
@@ -161,7 +166,7 @@ def test_experts_in_a_stack_of_layers():
 def test_a_router_with_weights_of_its_own():
     settings = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
     model = random_model(
-        Gemma4, Gemma4Config, num_layers=1, has_experts=True, head_dim=64, global_head_dim=64,
+        Gemma4, Gemma4Config, num_hidden_layers=1, has_experts=True, head_dim=64, global_head_dim=64,
         hidden_size_per_layer_input=0, slides=(False,), **settings,
     )  # fmt: skip
     _, report = maxjax.quantize(model, "q8_0")
@@ -172,7 +177,7 @@ def test_a_router_with_weights_of_its_own():
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_layers_of_different_types_are_unstacked():
-    model = random_model(num_layers=3)
+    model = random_model(num_hidden_layers=3)
     quantised, report = maxjax.quantize(
         model, "q8_0", patterns={"model.layers.1.mlp.*": "q4_0", "*.self_attn.*": None}
     )
@@ -242,7 +247,7 @@ def test_importance_weighs_the_errors():
 @pytest.mark.parametrize("weighted", [False, True])
 def test_on_an_accelerator_the_encoder_in_jnp_runs(kind, weighted, monkeypatch):
     """The form for devices that are no CPU, here on CPU devices: nearly all blocks are the same."""
-    model = random_model(num_layers=1, hidden_size=512, intermediate_size=512)
+    model = random_model(num_hidden_layers=1, hidden_size=512, intermediate_size=512)
     model.to(maxjax.make_mesh(model=2))
     importance = {name: np.linspace(0.1, 2, w.shape[-1]) for name, w in values(model).items()}
     given = importance if weighted else None

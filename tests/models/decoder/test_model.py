@@ -25,7 +25,9 @@ from maxjax.nn.linear import MLP
 from tests.products import campaign_but, first, pairwise
 
 VOCAB = 48
-CONFIG = DecoderConfig(VOCAB, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2)
+CONFIG = DecoderConfig(
+    VOCAB, 16, 24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+)
 call = jax.jit(lambda model, ids: model(ids))
 on = jax.jit(lambda model, ids, cache, lengths=None: model(ids, cache, lengths=lengths))
 end = jax.jit(lambda m, ids, cache, lengths=None: m(ids, cache, lengths=lengths, last=True))
@@ -228,7 +230,7 @@ def test_bfloat16_is_about_the_same():
 def test_layers_of_several_kinds():
     slides = (True, True, False) * 2 + (True,)
     config = dataclasses.replace(
-        CONFIG, num_layers=7, slides=slides, sliding_window=3, local_rope=Rope(100.0),
+        CONFIG, num_hidden_layers=7, slides=slides, sliding_window=3, local_rope=Rope(100.0),
         post_norms=True, norm_offset=1.0, qk_norm=True, embedding_scale=4.0, query_scale=0.3,
         logit_soft_cap=2.0,
     )  # fmt: skip
@@ -247,7 +249,7 @@ def test_layers_of_several_kinds():
 
 
 def test_a_window_hides_what_is_behind_it():
-    config = dataclasses.replace(CONFIG, num_layers=1, slides=(True,), sliding_window=3)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1, slides=(True,), sliding_window=3)
     model, ids = made(config), ids_of(1, 9)
     changed = np.array(ids)
     changed[0, 5] = (changed[0, 5] + 1) % VOCAB
@@ -263,7 +265,9 @@ def test_a_window_hides_what_is_behind_it():
 def test_patterns(slides, expected):
     assert pattern(slides) == expected
     flags = tuple(c == "s" for c in slides)
-    config = dataclasses.replace(CONFIG, num_layers=len(flags), slides=flags, sliding_window=4)
+    config = dataclasses.replace(
+        CONFIG, num_hidden_layers=len(flags), slides=flags, sliding_window=4
+    )
     layers = Decoder(config).model.layers
     assert isinstance(layers, LayerStack)
     assert (layers._layout.first, layers._layout.period) == expected
@@ -277,7 +281,7 @@ def test_a_family_of_ones_own():
     class Mine(Llama):
         layer_class = Wide
 
-    model = Mine(LlamaConfig(VOCAB, 16, 24, num_layers=2, num_heads=2))
+    model = Mine(LlamaConfig(VOCAB, 16, 24, num_hidden_layers=2, num_attention_heads=2))
     assert [*map(int, model.model.layers[1].mlp.up_proj.weight.shape)] == [5, 16]
     family = dataclasses.replace(Llama.family, model_type="mine", architectures=("Mine",))
     before = list(models.FAMILIES)
@@ -332,7 +336,9 @@ REST = first(MORE, (case for case in ALL if case not in FAST))
     [*(pytest.param(*case) for case in FAST), *campaign_but(2, REST)],
 )
 def test_on_meshes(mesh, types, kv_heads):
-    config = dataclasses.replace(CONFIG, num_heads=8, head_dim=4, num_kv_heads=kv_heads)
+    config = dataclasses.replace(
+        CONFIG, num_attention_heads=8, head_dim=4, num_key_value_heads=kv_heads
+    )
     sizes = MESHES[mesh]
     logits, places, shape = placed_run(maxjax.make_mesh(axis_types=types, **sizes), config)
     close(logits, call(made(config), ids_of(2, 8)))

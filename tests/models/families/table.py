@@ -29,7 +29,7 @@ def features(model: Any) -> list[str]:
     config = model.config
     below = [module for _, module in model.named_modules()]
     attention = [module for module in below if isinstance(module, DecoderAttention)]
-    kept = [kind for i in range(config.num_layers) for kind in config.states(i).values()]
+    kept = [kind for i in range(config.num_hidden_layers) for kind in config.states(i).values()]
     found = {
         "experts": any(".experts." in name for name in model.raw_state_dict()),
         "sliding windows": any(config.slides) and not any(a.chunked for a in attention),

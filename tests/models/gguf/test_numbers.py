@@ -15,7 +15,7 @@ from maxjax.graph.weights import load_weights
 from maxjax.models import Apertus, ApertusConfig
 from maxjax.models.gguf import hf_tensors
 
-CONFIG = ApertusConfig(96, 16, 24, num_layers=2, num_heads=2)
+CONFIG = ApertusConfig(96, 16, 24, num_hidden_layers=2, num_attention_heads=2)
 KEYS = ("xielu.alpha_p", "xielu.alpha_n", "xielu.beta", "xielu.eps")
 NAME = "model.layers.1.mlp.act_fn.alpha_n"
 

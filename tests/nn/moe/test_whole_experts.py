@@ -18,7 +18,12 @@ from maxjax.nn.moe.experts import ExpertSplit, local_mixture, mixture
 from maxjax.storage.blocks import encode
 from tests.nn.layers import filled
 
-SIZES = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 4, "num_experts_per_tok": 2}
+SIZES = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+}
 MESHES = [
     {"expert": 4}, {"expert": 2, "model": 2}, {"expert": 4, "model": 2}, {"data": 2, "expert": 4},
     {"expert": 8}, {"fsdp": 2, "expert": 2, "model": 2}, {"expert": 3}, {"seq": 2, "expert": 2},

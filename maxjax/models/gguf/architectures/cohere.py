@@ -15,8 +15,8 @@ _DEEP = 64
 
 
 def _write(config: Any) -> dict[str, Any]:
-    if bool(config.qk_norm) is not (config.num_layers >= _DEEP):
-        raise unsupported(f"'use_qk_norm' in a GGUF file of {config.num_layers} layers")
+    if bool(config.qk_norm) is not (config.num_hidden_layers >= _DEEP):
+        raise unsupported(f"'use_qk_norm' in a GGUF file of {config.num_hidden_layers} layers")
     return {}
 
 

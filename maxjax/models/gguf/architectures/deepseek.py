@@ -64,7 +64,7 @@ def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, Weigh
 
 def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
     """Splits ``kv_b_proj`` into keys ``[H, C, N]`` and values ``[H, V, C]``; blocks are dequantised."""
-    heads, keys, values = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
+    heads, keys, values = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
     size = config.kv_lora_rank
 
     def split(both: np.ndarray) -> np.ndarray:
@@ -141,7 +141,7 @@ def _to_gguf(config: Any) -> dict[str, Any]:
                 "its results differ"
             )
     size, rotated = config.kv_lora_rank, config.qk_rope_head_dim
-    dense = config.sparse.index(True) if any(config.sparse) else config.num_layers
+    dense = config.sparse.index(True) if any(config.sparse) else config.num_hidden_layers
     if not all(config.sparse[dense:]):
         raise unsupported("layers without experts after one with experts in a GGUF file")
     return {

@@ -19,7 +19,7 @@ ERNIE45_GGUF = GGUFTable(
 
 def _to_gguf_moe(config: Any) -> dict[str, Any]:
     """Metadata that only this architecture has."""
-    numbers = range(config.num_layers)
+    numbers = range(config.num_hidden_layers)
     if config.sparse != tuple(
         (i + 1) % config.interval == 0 and i >= config.first for i in numbers
     ):

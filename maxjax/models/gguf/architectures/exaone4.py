@@ -15,9 +15,9 @@ _LAYERS = 64
 def _write(config: Any) -> dict[str, Any]:
     is_plain = not any(config.slides) and all(config.rotates)
     is_deep = config.slides == config.rotates and any(config.slides)
-    if not (is_deep if config.num_layers == _LAYERS else is_plain):
+    if not (is_deep if config.num_hidden_layers == _LAYERS else is_plain):
         raise unsupported(
-            f"the sliding window, or none, of an EXAONE 4 of {config.num_layers} layers in a GGUF file"
+            f"the sliding window, or none, of an EXAONE 4 of {config.num_hidden_layers} layers in a GGUF file"
         )
     return {}
 

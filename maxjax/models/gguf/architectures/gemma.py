@@ -145,7 +145,7 @@ def _split_3n(config: Any, tensors: Tensors) -> dict[str, WeightData]:
     for name, data in list(found.items()):
         match = _OF_LAYER.fullmatch(name)
         layer = int(match[2]) if match and match[3] == "q_proj" else -1
-        if match and config.first_sharing <= layer < config.num_layers:
+        if match and config.first_sharing <= layer < config.num_hidden_layers:
             dtype = DType.float32 if data.is_packed else data.dtype
             for kind in _KV:
                 new = f"{match[1]}{match[2]}.self_attn.{kind}.weight"
@@ -218,7 +218,7 @@ def _write_3n(config: Any) -> dict[str, Any]:
     _check_near(config)
     if config.logit_soft_cap is None:
         raise unsupported("Gemma 3n without 'final_logit_softcapping' in a GGUF file")
-    if (shared := config.num_kv_shared_layers) != max(config.num_layers - _FIRST_SHARING, 0):
+    if (shared := config.num_kv_shared_layers) != max(config.num_hidden_layers - _FIRST_SHARING, 0):
         raise unsupported(
             f"'num_kv_shared_layers' {shared} in a GGUF file of 'gemma3n' (llama.cpp's layers share "
             f"keys and values from layer {_FIRST_SHARING} on)"
@@ -229,8 +229,8 @@ def _write_3n(config: Any) -> dict[str, Any]:
         raise unsupported(
             "'intermediate_size' that differs between layers in a GGUF file of 'gemma3n'"
         )
-    share = [_SPARSITY] * _SPARSE + [0.0] * config.num_layers
-    if list(config.sparsity) != share[: config.num_layers]:
+    share = [_SPARSITY] * _SPARSE + [0.0] * config.num_hidden_layers
+    if list(config.sparsity) != share[: config.num_hidden_layers]:
         raise unsupported(
             f"'activation_sparsity_pattern' other than {_SPARSITY} in the first {_SPARSE} layers and 0 in "
             "the others in a GGUF file of 'gemma3n'"
@@ -382,9 +382,9 @@ def _write_4(config: Any) -> dict[str, Any]:
             "rope of a type other than 'proportional' in layers that see all tokens of a GGUF file of "
             "'gemma4'"
         )
-    if config.num_layers < 2:
+    if config.num_hidden_layers < 2:
         raise unsupported("'num_hidden_layers' 1 in a GGUF file of 'gemma4'")
-    each = [config.of_layer(i) for i in range(config.num_layers)]
+    each = [config.of_layer(i) for i in range(config.num_hidden_layers)]
     own = config.hidden_size_per_layer_input
     return {
         "feed_forward_length": _one([one.intermediate_size for one in each]),

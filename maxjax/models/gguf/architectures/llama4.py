@@ -31,10 +31,12 @@ def _of_gguf(given: Any, tensors: Any, config: Mapping[str, Any]) -> dict[str, A
 
 def _to_gguf(config: Any) -> dict[str, Any]:
     """The widths, and which layers have experts."""
-    if config.rotates != all_but_every(_PERIOD, config.num_layers):
+    if config.rotates != all_but_every(_PERIOD, config.num_hidden_layers):
         raise unsupported("other layers without RoPE than every fourth in a GGUF file")
     step = config.sparse.index(True) + 1 if any(config.sparse) else 0
-    if not step or config.sparse != tuple((i + 1) % step == 0 for i in range(config.num_layers)):
+    if not step or config.sparse != tuple(
+        (i + 1) % step == 0 for i in range(config.num_hidden_layers)
+    ):
         raise unsupported("experts in other layers than every n-th in a GGUF file")
     return {
         "feed_forward_length": config.dense_size, "interleave_moe_layer_step": step,

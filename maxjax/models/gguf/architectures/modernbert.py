@@ -26,7 +26,7 @@ def _read(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 def _write(config: Any) -> dict[str, Any]:
     """The metadata of a GGUF file that only this architecture has."""
-    if config.local_layers != tuple(bool(i % 3) for i in range(config.num_layers)):
+    if config.local_layers != tuple(bool(i % 3) for i in range(config.num_hidden_layers)):
         raise unsupported("a ModernBERT whose windows are not in all layers but every third")
     if config.local_rope.scaling is not None or config.rope.scaling is not None:
         raise unsupported("a ModernBERT with 'rope_scaling' in a GGUF file")

@@ -11,7 +11,7 @@ from ..table import PERMUTED, GGUFTable
 
 def _write(config: Any) -> dict[str, Any]:
     """Checks the layers without RoPE: llama.cpp has only one pattern of these."""
-    if config.rotates != all_but_every(4, config.num_layers):
+    if config.rotates != all_but_every(4, config.num_hidden_layers):
         raise unsupported("'no_rope_layers' other than every fourth layer in a GGUF file")
     return {}
 

@@ -58,7 +58,7 @@ class FamilyConfig:
     @property
     def kv_heads(self) -> int:
         """The number of KV heads."""
-        return getattr(self.config, "kv_heads", self.config.num_heads)
+        return getattr(self.config, "kv_heads", self.config.num_attention_heads)
 
     def divisors(self, path: Any = None) -> dict[str, np.ndarray]:
         """The tensors with divisors of RoPE's frequencies that a GGUF file of the model has, by name."""
@@ -90,7 +90,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
 
     Example:
         >>> model = read_config({"model_type": "gpt2", "vocab_size": 64, "n_layer": 2})
-        >>> model.architecture, model.config.num_layers, model.config.max_position_embeddings
+        >>> model.architecture, model.config.num_hidden_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
     # Importing all families registers their GGUF tables, whatever was imported before.

@@ -214,8 +214,8 @@ def gguf_shapes(
     for name, place in gguf_places(config, shapes).items():
         names[name] = place.name
         found[place.name] = (*(() if place.expert < 0 else (model.experts,)), *shapes[name])
-    heads, kv_heads = model.config.num_heads, model.kv_heads
-    layers = model.config.num_layers
+    heads, kv_heads = model.config.num_attention_heads, model.kv_heads
+    layers = model.config.num_hidden_layers
     traits = Traits.of(model.architecture, layers, model.experts, heads, kv_heads)
     return names, found, traits
 
@@ -241,7 +241,7 @@ def _listed(
     rest, lists, narrow = dict(tensors), {}, []
     for key, (part, shape) in table.numbers.items():
         lists[key] = []
-        for layer in range(model.config.num_layers):
+        for layer in range(model.config.num_hidden_layers):
             name = table.layer.replace("*", str(layer)) + part
             if name not in by_name:
                 raise CheckpointMismatchError(f"tensor '{name}' is missing", path=path)
@@ -304,7 +304,7 @@ def _place(
     order, key, what = entry
     layer = numbers[0] if numbers else -1
     expert = numbers[1] if len(numbers) > 1 else -1
-    if layer >= model.config.num_layers or expert >= model.experts:
+    if layer >= model.config.num_hidden_layers or expert >= model.experts:
         return None
     return FilePlace(
         layer,
@@ -317,11 +317,11 @@ def _place(
 
 def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
     if what == QUERIES:
-        return Permuted(model.config.num_heads).back()
+        return Permuted(model.config.num_attention_heads).back()
     if what == KEYS:
         return Permuted(model.kv_heads).back()
     if what == GROUPS:
-        return Grouped(model.config.num_heads, model.kv_heads).back()
+        return Grouped(model.config.num_attention_heads, model.kv_heads).back()
     if what == NORM_GROUPS:
         return Flat(model.config.mamba.groups).back()
     if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
@@ -332,7 +332,7 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
 
 def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
     """Checks that all layers of a kind have the same tensors, and that stacks have all experts."""
-    count = model.config.num_layers
+    count = model.config.num_hidden_layers
     layers: dict[int, set[tuple[str, int]]] = {i: set() for i in range(count)}
     for place in places:
         if place.layer >= 0:

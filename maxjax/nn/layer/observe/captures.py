@@ -41,7 +41,7 @@ class Captures(Mapping[str, Any]):
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> run = maxjax.captured(lambda m, ids: m(ids), "layers.*", "layers.1.self_attn:weights")
         >>> logits, found = jax.jit(run)(model, jnp.ones((2, 5), jnp.int32))

@@ -261,7 +261,7 @@ def capture(model: Any, *patterns: str) -> Capture:
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> with maxjax.capture(model, "layers.*.mlp") as c:
         ...     logits = model(jnp.ones((2, 5), jnp.int32))
@@ -291,7 +291,7 @@ def patch(model: Any, patches: Mapping[str, Any]) -> Patching:
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> with maxjax.patch(model, {"layers.1.mlp": lambda y: 2 * y}):
         ...     logits = model(jnp.ones((2, 5), jnp.int32))

@@ -53,7 +53,7 @@ def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> run = jax.jit(maxjax.captured(lambda m, ids: m(ids), "layers.*.mlp"))
         >>> logits, found = run(model, jnp.ones((2, 5), jnp.int32))
@@ -96,7 +96,7 @@ def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callabl
     Example:
         >>> import jax, jax.numpy as jnp, maxjax
         >>> from maxjax.models import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_layers=3, num_heads=2))
+        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2))
         >>> model = maxjax.init(model, jax.random.key(0))
         >>> without = maxjax.patched(lambda m, ids: m(ids), {"layers.1.mlp": 0.0})
         >>> without(model, jnp.ones((2, 5), jnp.int32)).shape

@@ -97,7 +97,12 @@ def test_a_stack_counts_all_layers(free):
 
 
 def test_a_device_holds_some_of_the_experts(free):
-    sizes = {"num_layers": 2, "num_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     model = Mixtral(MixtralConfig(32, 16, 32, **sizes)).to(make_mesh(expert=2))
     larger = plan(model, {"expert": 2, "model": 2}).bytes_per_device
     free(larger, Gpu())

@@ -22,7 +22,14 @@ from maxjax.nn.layer.load import stacks
 
 L, X, E, F = 3, 4, 8, 12
 CONFIG = MixtralConfig(
-    32, E, F, num_layers=L, num_heads=2, num_kv_heads=2, num_experts=X, num_experts_per_tok=2
+    32,
+    E,
+    F,
+    num_hidden_layers=L,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_experts=X,
+    num_experts_per_tok=2,
 )
 PARTS = {"w1": (F, E), "w2": (E, F), "w3": (F, E)}
 
