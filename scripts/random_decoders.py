@@ -95,11 +95,7 @@ def in_parts(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], lis
 def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
     """maxjax's model of the files; sometimes their settings are first changed to another spelling."""
     path = folder / "config.json"
-    config = json.loads(path.read_text())
-    if drawn.bare:
-        kept = {name: config[name] for name in ("architectures", "model_type")}
-        config = {**dict.fromkeys(("rope_scaling", "head_dim")), **drawn.case.settings, **kept}
-    config["model_type"] = drawn.model_type
+    config = respelled(drawn, json.loads(path.read_text()))
     parents = [
         (kind, name)
         for kind, texts in TEXTS.items()
@@ -118,6 +114,14 @@ def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
     devices = int(rng.choice([1, 1, 1, 1, 2, 4]))
     model, _ = maxjax.load(folder, mesh=maxjax.make_mesh(model=devices) if devices > 1 else None)
     return model if rng.random() < 0.7 else model.unstack()
+
+
+def respelled(drawn: draws.Drawn, config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers writes, or the drawn settings and nothing else."""
+    if drawn.bare:
+        kept = {name: config[name] for name in ("architectures", "model_type")}
+        config = {**dict.fromkeys(("rope_scaling", "head_dim")), **drawn.case.settings, **kept}
+    return {**config, "model_type": drawn.model_type}
 
 
 def within(config: dict[str, Any], kind: str, folder: Path, is_old: bool) -> dict[str, Any]:
