@@ -58,7 +58,7 @@ graph/placement: strategy mesh device_major specs arrays fsdp stacking division
 graph: tensor_type operands shaping rebinding operators value buffer buffer_utils dtype_promotion
 graph/weight: epoch gradient running span rows stored transpose methods weight stacked __init__
 graph/weights: weight_data given rows cursor load weights __init__ host_reads same device_reads gathering writing
-graph: subgraph reroll evaluate graph
+graph: subgraph reroll arguments graph
 graph/ops: lift arithmetic buffers collectives joining allgather allreduce reducescatter random control convolution
 graph/ops: creation elementwise indexing interpolation resize linear
 graph/ops: normalization ordering packed pooling reduction shape __init__

@@ -3,7 +3,7 @@
 ``Graph(name, forward, input_types)`` and ``with Graph(...) as g:`` both trace plain jnp
 code: ``jax.make_jaxpr`` runs in a greenlet that passes its tracers to the block and receives
 the outputs at its end. A Weight that is used during the trace becomes an argument of the
-program, whether it has a value or not; ``program.py`` compiles and runs the result.
+program (``arguments.py``), whether it has a value or not; ``program.py`` compiles and runs the result.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
+from .arguments import Arguments, used_arguments, with_arguments
 from .buffer import BufferValue
-from .evaluate import evaluate
 from .kind import returning_values
-from .reroll import constants_of, hidden_constants, reroll
+from .reroll import reroll
+from .shape import Shape
 from .subgraph import Subgraph, check_arguments, is_input
-from .symbolic import Scope, is_known, naming, sizes_of
+from .symbolic import Scope, is_known, naming, sizes_of, to_sizes
 from .tensor_type import BufferType, TensorType, Type
 from .value import TensorValue, unwrap
 from .weight.rows import array_row, weight_row
@@ -62,15 +62,21 @@ class _Meta(type):
 
 
 class GraphWeight:
-    """A Weight, or the Weights of a stack, in a Graph, with its names and its stand-in.
+    """A Weight, or the Weights of a stack, as an argument of a Graph.
 
-    The stand-in is a NumPy array without memory (all strides are zero). JAX treats it as a constant and
-    moves it to the top of the jaxpr, where its address identifies it. It holds NaN, because a jitted
-    function that closes over a Weight keeps it after the Graph is finished, and must not compute with
-    an ordinary number.
+    Args:
+        arguments: arguments of the Graph, to which it is added.
+
+    Attributes:
+        number: number of the argument.
+        names: full names of the Weights.
+        keys: for each Weight, the names that a registry may have it under.
+        shape: shape of the argument, in which names are symbolic sizes.
+        dtype: dtype of the argument.
+        is_leaf: whether JAX has only taken it as a leaf of a pytree, and may not have used it.
     """
 
-    def __init__(self, weight: Weight | StackedWeight):
+    def __init__(self, weight: Weight | StackedWeight, arguments: Arguments):
         self.weight, stored = weight, weight.stored
         self.names = [RUNNING.name_of(one) for one in stored.weights]
         # Keys of a registry: the state dict of a child has a shorter name, and a Weight may have a name of its own.
@@ -78,18 +84,20 @@ class GraphWeight:
             (name, RUNNING.path_of(one) or name, one.name)
             for name, one in zip(self.names, stored.weights, strict=True)
         ]
-        self.shape = tuple(map(int, stored.dims if stored.leaf is None else stored.leaf.shape))
-        dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
-        # Constants without axes become literals in a jaxpr, so the stand-in has one more axis.
-        filler = np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
-        self.stand_in = np.broadcast_to(np.full((), filler, dtype), (1, *self.shape))
-        # Whether JAX has only taken it as a leaf of a pytree, and may not have used it.
+        # The sizes of a Weight with names are those of its next value, also if it has one now.
+        self.shape = (
+            tuple(map(int, stored.leaf.shape))
+            if Shape.is_static(stored.dims)
+            else (*stored.lead, *to_sizes(stored.dims))
+        )
+        self.dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
+        self.number = arguments.add(self.shape, self.dtype)
         self.is_leaf = False
 
     @property
-    def address(self) -> int:
-        """The address that identifies the constant in the jaxpr."""
-        return self.stand_in.ctypes.data
+    def is_static(self) -> bool:
+        """Whether every size is known."""
+        return all(isinstance(size, int) for size in self.shape)
 
     def find(self, name: str) -> Weight | None:
         """The Weight of that name."""
@@ -97,12 +105,10 @@ class GraphWeight:
             return None
         return self.weight.stored.weights[self.names.index(name)]
 
-    def tracer(self) -> Any:
-        """The weight as a tracer of the running trace."""
-        array = jnp.asarray(self.stand_in).reshape(self.shape)
+    def placed(self, array: Any) -> Any:
+        """The tracer of the argument with the sharding of the weight, which is part of types on an Explicit mesh."""
         sharding = self.weight.stored.leaf_sharding
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-            # On an Explicit mesh, the type of the array must include its sharding.
             return jax.sharding.reshard(array, sharding.with_memory_kind("device"))
         return array
 
@@ -152,7 +158,8 @@ class Graph(Rendered, metaclass=_Meta):
             graph is added to, and is not passed on.
 
     Attributes:
-        jaxpr: traced program, a ``jax.extend.core.ClosedJaxpr``; None until the trace is finished.
+        jaxpr: traced program, a ``jax.extend.core.ClosedJaxpr``; None until the trace is finished. Its inputs are
+            the weights that it uses, then the inputs of the graph.
 
     Raises:
         TypeError: an input type is neither a TensorType nor a BufferType.
@@ -206,6 +213,7 @@ class Graph(Rendered, metaclass=_Meta):
         self._outputs: tuple[Any, ...] | None = None
         self._output_types: list[TensorType] | None = None
         self._greenlet: Any = None
+        self._arguments: Any = None  # while it is being traced
         names = {str(p) for kind in self.input_types for p in kind.parameters}
         # Within another Graph, names of both are one size.
         self._sizes = sizes_of(name for name in names if not is_known(name))
@@ -240,6 +248,7 @@ class Graph(Rendered, metaclass=_Meta):
         self._entered.enter_context(returning_values(True))
 
         def body(*tracers: Any) -> Any:
+            self._arguments = Arguments()
             return block.switch(tracers)
 
         def run() -> Any:
@@ -262,22 +271,15 @@ class Graph(Rendered, metaclass=_Meta):
             if finished:
                 buffers = [x for x in self.inputs if isinstance(x, BufferValue)]
                 self._output_types = self.output_types + [x.type.as_tensor() for x in buffers]
-                self.jaxpr = reroll(
-                    writer.switch((*(self._outputs or ()), *(x.value for x in buffers)))
-                )
-                used = constants_of(self.jaxpr)
-                self.entries = [e for e in self.entries if not e.is_leaf or e.address in used]
-                hidden = hidden_constants(self.jaxpr)
-                if closed := [entry.names[0] for entry in self.entries if entry.address in hidden]:
-                    raise NotImplementedError(
-                        f"Graph '{self.name}': a function of jax.jit inside scan, cond or another loop closes over "
-                        f"the weight '{closed[0]}': leave out that jax.jit, or pass the weight or its layer as an "
-                        "argument"
-                    )
+                traced = writer.switch((*(self._outputs or ()), *(x.value for x in buffers)))
+                used = used_arguments(traced)
+                self.entries = [e for e in self.entries if not e.is_leaf or e.number in used]
+                self.jaxpr = reroll(with_arguments(traced, [e.number for e in self.entries]))
         finally:
             if not writer.dead:
                 # However the block was left, the trace must not stay active in this thread.
                 writer.throw()  # a GreenletExit
+            self._arguments.close()
             RUNNING.graphs.remove(self)
             self._entered.close()
         if isinstance(error, jax.errors.InconclusiveDimensionOperation):
@@ -338,9 +340,23 @@ class Graph(Rendered, metaclass=_Meta):
     def add_weight(self, weight: Weight, force_initial_weight_on_host: bool = True) -> TensorValue:
         """The Weight as a value of this graph, under its present name.
 
+        A dimension of the Weight may be a name. Where it is the name of a dimension of an input, both have the same
+        size in each call; another name has the size of the value that the Weight gets.
+
         Raises:
-            ValueError: another Weight of that name is in the graph, or it has symbolic
-                dimensions and no value.
+            ValueError: another Weight of that name is in the graph.
+
+        Example:
+            >>> import numpy as np
+            >>> from maxjax.graph import DeviceRef, Graph, Model, TensorType, Weight
+            >>> table = Weight("table", "float32", ("rows", 2), DeviceRef.CPU())
+            >>> with Graph("look_up", input_types=[TensorType("int32", ("n",), DeviceRef.CPU())]) as g:
+            ...     g.output(g.add_weight(table)[g.inputs[0].tensor])
+            >>> g.output_types[0].shape
+            [Dim('n'), Dim(2)]
+            >>> model = Model(g, {"table": np.arange(6, dtype=np.float32).reshape(3, 2)})
+            >>> print(model(np.int32([2]))[0].to_numpy())
+            [[4. 5.]]
         """
         name = RUNNING.name_of(weight)
         known = [entry.find(name) for entry in self.entries]
@@ -351,23 +367,18 @@ class Graph(Rendered, metaclass=_Meta):
             )
         return TensorValue(weight)
 
-    def stand_in(self, weight: Weight | StackedWeight) -> Any:
-        """The value of a Weight, or of the Weights of a stack, in the running trace.
-
-        Raises:
-            ValueError: it has symbolic dimensions and no value.
-        """
+    def argument(self, weight: Weight | StackedWeight) -> Any:
+        """A Weight, or the Weights of a stack, as an argument of this graph: its tracer."""
         entry = self._by_weight.get(id(weight))
         if entry is None:
-            if weight.stored.leaf is None:
-                raise ValueError(f"{weight!r} has symbolic dimensions and no value, but its sizes must be known to use "
-                                 "it in a Graph")  # fmt: skip
-            entry = GraphWeight(weight)
+            names = map(str, Shape(weight.stored.dims).parameters)
+            self._sizes.update(sizes_of(name for name in names if not is_known(name)))
+            entry = GraphWeight(weight, self._arguments)
             entry.is_leaf = self._takes_leaves
             self._by_weight[id(weight)] = entry
             self.entries.append(entry)
         entry.is_leaf = entry.is_leaf and self._takes_leaves
-        return entry.tracer()
+        return entry.placed(self._arguments.tracers[entry.number])
 
     @contextlib.contextmanager
     def taking_leaves(self) -> Iterator[None]:
@@ -463,10 +474,12 @@ class Graph(Rendered, metaclass=_Meta):
 
     def function(self) -> Callable[..., list[Any]]:
         """The program as a function of the values of its ``entries``, and of the inputs."""
-        closed, addresses = self.jaxpr, [entry.address for entry in self.entries]
+        from jax.extend.core import jaxpr_as_fun  # slow to import, and only Graphs need it
+
+        evaluate = jaxpr_as_fun(self.jaxpr)
 
         def run(weights: Sequence[Any], *inputs: Any) -> list[Any]:
-            return evaluate(closed, inputs, dict(zip(addresses, weights, strict=True)))
+            return evaluate(*weights, *inputs)
 
         return run
 

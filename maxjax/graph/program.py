@@ -25,9 +25,9 @@ from .kind import returning_values
 from .operands import fitting
 from .placement.arrays import default_device
 from .rebinding import check, check_determined, sizes_of_names
-from .shape import StaticDim
+from .shape import Shape, StaticDim
 from .subgraph import is_input, type_of_input
-from .symbolic import naming
+from .symbolic import naming, to_dim
 from .tensor_type import Type
 from .value import TensorValue, unwrap
 from .weight.epoch import EPOCH, LEAF_CACHES
@@ -41,6 +41,7 @@ class Binding:
     Attributes:
         types: type of each value at compile time, a ``jax.ShapeDtypeStruct``.
         entries: the weights of the Graph.
+        sizes: sizes of the named dimensions of the present values.
     """
 
     def __init__(self, graph: Graph, registry: Mapping[str, Any] | None):
@@ -48,13 +49,12 @@ class Binding:
         self.entries = graph.entries
         self._fixed = _from_registry(graph, registry)
         self.types = [
-            jax.ShapeDtypeStruct(
-                entry.shape, entry.stand_in.dtype, sharding=_placement(entry, fixed)
-            )
+            jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=_placement(entry, fixed))
             for entry, fixed in zip(self.entries, self._fixed, strict=True)
         ]
         self._epoch = -1
         self.leaves: Any = None
+        self.sizes: dict[str, int] = {}
 
     def require(self, registry: Mapping[str, Any] | None, only: Sequence[Weight] | None) -> None:
         """Checks that all weights, or those in ``only``, have values.
@@ -74,7 +74,7 @@ class Binding:
 
         Raises:
             ValueError: a weight has no value, or one of another type or placement than when the
-                program was compiled.
+                program was compiled; or sizes of one name differ.
         """
         values = self.leaves
         if self._epoch != EPOCH.values:
@@ -82,6 +82,7 @@ class Binding:
             values = [
                 self._value(*of) for of in zip(self.entries, self._fixed, self.types, strict=True)
             ]
+            self.sizes = self._named_sizes(values)
             self.leaves, self._epoch = values, epoch
             LEAF_CACHES.add(self)  # values that have changed are not kept until the next call
         return values
@@ -95,7 +96,7 @@ class Binding:
         array, name = entry.weight.stored.array(), entry.names[0]
         if not isinstance(array, jax.Array):
             array = jnp.asarray(array)
-        if array.shape != kind.shape or array.dtype != kind.dtype:
+        if not _fits(array.shape, kind.shape) or array.dtype != kind.dtype:
             raise ValueError(f"weight '{name}' was {kind.dtype} {list(kind.shape)} when '{self._graph}' was compiled, "
                              f"and is {array.dtype} {list(array.shape)} now: compile it again")  # fmt: skip
         sharding = kind.sharding
@@ -109,6 +110,27 @@ class Binding:
             raise ValueError(f"weight '{name}' was on {_shown(sharding)} when '{self._graph}' was compiled, and is on "
                              f"{_shown(array.sharding)} now: compile it again, or move the weight")  # fmt: skip
         return array
+
+    def _named_sizes(self, values: Sequence[Any]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for entry, value in zip(self.entries, values, strict=True):
+            if entry.is_static:
+                continue
+            for dim, size in zip(map(to_dim, entry.shape), value.shape, strict=True):
+                if not isinstance(dim, StaticDim) and sizes.setdefault(str(dim), size) != size:
+                    raise ValueError(
+                        f"weight '{entry.names[0]}' is {list(value.shape)}, but '{self._graph}' was compiled for "
+                        f"{Shape(map(to_dim, entry.shape))!r}, and {dim} is {sizes[str(dim)]} in another weight"
+                    )
+        return sizes
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[Any]) -> bool:
+    """Whether a shape is the wanted one, in which symbolic sizes match any."""
+    pairs = zip(shape, wanted, strict=False)
+    return len(shape) == len(wanted) and all(
+        size == want for size, want in pairs if isinstance(want, int)
+    )
 
 
 def _missing(name: str, registry: Mapping[str, Any] | None) -> str:
@@ -180,7 +202,7 @@ def _from_registry(graph: Graph, registry: Mapping[str, Any] | None) -> list[Any
 def _checked(name: str, entry: GraphWeight, weight: Weight, value: Any) -> Any:
     array = unwrap(value) if isinstance(value, Weight) else _from_any(value)
     array = array if isinstance(array, jax.Array) else fitting(np.array(array))
-    wanted, stored = entry.stand_in.dtype, entry.weight.stored
+    wanted, stored = entry.dtype, entry.weight.stored
     shape = entry.shape[len(stored.spans) :]
     if stored.layout is not None:
         shape = tuple(int(d) for d in stored.dims)
@@ -189,7 +211,7 @@ def _checked(name: str, entry: GraphWeight, weight: Weight, value: Any) -> Any:
         array = jnp.asarray(form.to_stored(name, np.asarray(array)))  # as a file has it
     elif form is None and array.shape == weight.stored.loaded_shape:
         array = array.reshape(shape)  # as the state dict has it: (1,) for ()
-    if tuple(array.shape) != shape or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
+    if not _fits(array.shape, shape) or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "
                          f"but the graph expects {wanted} {shape}")  # fmt: skip
     return array
@@ -250,7 +272,7 @@ class Model(Rendered):
             inputs = [kind.to_jax() for kind in graph.input_types]
         donated = _donated(self.name, donate, len(graph.input_types))
         positions = tuple(i + 1 for i in donated)  # after the weights
-        if all(kind.is_static for kind in graph.input_types):
+        if all(one.is_static for one in (*graph.input_types, *graph.entries)):
             jitted = jax.jit(run, donate_argnums=positions)
             with compiling(self.name):
                 lowered = jitted.lower(self._weights.types, *inputs)
@@ -263,12 +285,14 @@ class Model(Rendered):
             if graph.jaxpr.effects:
                 raise NotImplementedError(
                     f"'{self.name}': a program with named sizes cannot print or call Python while it runs: declare "
-                    "its inputs with numbers, or leave that out"
+                    "its inputs and weights with numbers, or leave that out"
                 )
             try:
                 exported = jax.export.export(jax.jit(run))(self._weights.types, *inputs)
             except ValueError as error:
-                check_determined(self.name, graph.input_types, error)
+                shapes = [kind.shape for kind in graph.input_types]
+                shapes += [map(to_dim, entry.shape) for entry in graph.entries]
+                check_determined(self.name, shapes, error)
                 raise
             self._run = jax.jit(exported.call, donate_argnums=positions)
             used = [kind.sharding for kind in self._weights.types if kind.sharding is not None]
@@ -302,8 +326,8 @@ class Model(Rendered):
         if len(args) != len(self.input_types):
             raise ValueError(f"Number of inputs ({len(args)}) does not match expected number "
                              f"({len(self.input_types)}) for model '{self.name}'")  # fmt: skip
-        sizes: dict[str, int] = {}
-        arrays = []
+        weights = self._weights.values()
+        sizes, arrays = dict(self._weights.sizes), []
         for i, (value, (shape, dtype, to)) in enumerate(zip(args, self._wanted, strict=True)):
             fits = isinstance(value, jax.Array) and value.shape == shape and value.dtype == dtype
             if not fits:
@@ -321,7 +345,7 @@ class Model(Rendered):
             check(self._sizes.checks, self._sizes.names, sizes_of_names(self.name, sizes))
             # Inside jax.export the sizes are expressions of its trace.
             self._checked = sizes if all(type(size) is int for size in sizes.values()) else {}
-        return self._run(self._weights.values(), *arrays)
+        return self._run(weights, *arrays)
 
     def __call__(self, *args: Any) -> Any:
         """The same as :meth:`execute`."""

@@ -216,13 +216,13 @@ def sizes_of_names(program: str, sizes: Mapping[str, int]) -> dict[str, int]:
     return known
 
 
-def check_determined(graph: str, types: Iterable[Any], cause: Exception) -> None:
-    """Checks that the sizes of inputs of these types determine all their names.
+def check_determined(graph: str, shapes: Iterable[Iterable[Dim]], cause: Exception) -> None:
+    """Checks that the sizes of inputs and weights of these shapes determine all their names.
 
     Raises:
         ValueError: no size is linear in a name, or only one that has another such name; from ``cause``.
     """
-    dims = [dim for kind in types for dim in kind.shape]
+    dims = [dim for shape in shapes for dim in shape]
     if names := sorted(_undetermined(dims)):
         raise ValueError(
             f"Graph '{graph}': the sizes of the inputs {dims} do not determine {', '.join(names)}: declare "

@@ -8,7 +8,7 @@ the layer's weights from stacked ones, :func:`reroll` restores the loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,38 +25,6 @@ def is_jit(equation: Any) -> bool:
 def is_literal(atom: Any) -> bool:
     """Whether an atom of a jaxpr is a literal, not a variable."""
     return hasattr(atom, "val")
-
-
-def constants_of(program: Any) -> set[int]:
-    """The addresses of the NumPy constants of a jaxpr, closed or open, and of all jaxprs in it."""
-    own = getattr(program, "consts", ())
-    found = {np.asarray(c).ctypes.data for c in own if not isinstance(c, jax.Array)}
-    return found.union(
-        *(constants_of(value) for one in _equations(program) for value in _inner(one))
-    )
-
-
-def hidden_constants(closed: Any) -> set[int]:
-    """The addresses of NumPy constants of jaxprs inside primitives other than ``jit``, which are not replaced."""
-    found: set[int] = set()
-    for equation in _equations(closed):
-        read = hidden_constants if is_jit(equation) else constants_of
-        found = found.union(*map(read, _inner(equation)))
-    return found
-
-
-def _equations(program: Any) -> Any:
-    """The equations of a jaxpr, closed or open."""
-    return getattr(program, "jaxpr", program).eqns
-
-
-def _inner(equation: Any) -> Iterator[Any]:
-    """The jaxprs, closed and open, that a primitive has as its parameters."""
-    return filter(_is_jaxpr, jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr))
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "consts")
 
 
 def as_function(
@@ -168,7 +136,6 @@ def _is_call(equation: Any, name: str) -> bool:
         and equation.params["name"] == name
         and not equation.effects
         and _layer(equation) is not None
-        and not _holds_stand_in(equation.params["jaxpr"])
     )
 
 
@@ -179,14 +146,6 @@ def _layer(call: Any) -> Any:
             fits = atom.aval.shape == () and atom.aval.dtype == np.int32
             return (position, int(np.asarray(atom.val))) if fits else None
     return None
-
-
-def _holds_stand_in(closed: Any) -> bool:
-    """Whether a constant of the jaxpr is a weight's stand-in, which is not replaced inside a scan."""
-    return any(
-        not isinstance(const, jax.Array) and np.ndim(const) and not any(np.asarray(const).strides)
-        for const in closed.consts
-    ) or any(_holds_stand_in(e.params["jaxpr"]) for e in closed.jaxpr.eqns if is_jit(e))
 
 
 def _free(atoms: Iterable[Any]) -> list[Any]:

@@ -18,8 +18,8 @@ from ..dtype import DType
 from ..errors import some
 from ..kernels import StackSlice
 from .kind import KIND
-from .shape import StaticDim
-from .symbolic import Scope, is_checked, is_known, naming, sizes_of, to_dim
+from .shape import Shape, StaticDim
+from .symbolic import Scope, is_checked, is_known, naming, sizes_of, to_dim, to_sizes
 from .tensor_type import TensorType
 from .value import TensorValue, unwrap
 from .weight.running import RUNNING
@@ -75,16 +75,17 @@ class Subgraph:
 
     def _trace(self) -> list[TensorType]:
         """Traces the layer for its output types; calls reuse the trace from JAX's cache."""
-        names = {str(p) for kind in self.input_types for p in kind.parameters}
+        dims = [dim for w in self._templates for dim in w.stored.dims]
+        dims += [dim for kind in self.input_types for dim in kind.shape]
+        names = {str(name) for name in Shape(dims).parameters}
         fresh = sizes_of(name for name in names if not is_known(name))
         # With names that the Graph being built does not have, each call is traced and checked again.
         with naming(fresh, Scope() if fresh or not is_checked() else None):
-            shapes = [
-                jax.ShapeDtypeStruct(w.stored.leaf_dims, jax.dtypes.canonicalize_dtype(w.dtype.np))
-                for w in self._templates
-            ]
+            shapes = [w.stored.leaf_dims or to_sizes(w.stored.dims) for w in self._templates]
+            dtypes = [jax.dtypes.canonicalize_dtype(w.dtype.np) for w in self._templates]
+            weights = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
             kinds = [kind.to_jax() for kind in self.input_types]
-            outputs = jax.eval_shape(lambda w, x: self._run(w, x), shapes, kinds)
+            outputs = jax.eval_shape(lambda w, x: self._run(w, x), weights, kinds)
         device = (
             self.input_types[0].device if self.input_types else TensorValue(np.zeros(())).device
         )

@@ -13,7 +13,8 @@ import math
 import operator
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 from .shape import Dim, StaticDim
@@ -26,7 +27,7 @@ class _State(threading.local):
     """
 
     def __init__(self) -> None:
-        self.sizes: Mapping[str, Any] = {}
+        self.sizes: MutableMapping[str, Any] = {}
         self.scope: Scope | None = None
 
 
@@ -62,14 +63,15 @@ class Scope:
 
 
 @contextlib.contextmanager
-def naming(sizes: Mapping[str, Any], scope: Scope | None = None) -> Iterator[None]:
+def naming(sizes: MutableMapping[str, Any], scope: Scope | None = None) -> Iterator[None]:
     """Context that adds symbolic sizes by name.
 
     Args:
+        sizes: sizes by name, to which more may be added within the context.
         scope: scope that collects facts about sizes; None keeps the outer one.
     """
     before, outer = _STATE.sizes, _STATE.scope
-    _STATE.sizes = {**before, **sizes}
+    _STATE.sizes = ChainMap(sizes, before)
     _STATE.scope = outer if scope is None else scope
     try:
         yield
@@ -130,12 +132,14 @@ def shown(size: Any) -> str:
 
 
 def sizes_of(names: Iterable[str]) -> dict[str, Any]:
-    """Fresh symbolic sizes of ``jax.export`` for the names, in one scope."""
+    """Fresh symbolic sizes of ``jax.export`` for the names, in one scope: that of the sizes that have names now."""
     if not (names := sorted(set(names))):
         return {}
     from jax import export  # slow to import, and few Graphs have names
 
-    return dict(zip(names, export.symbolic_shape(_safe(", ".join(names))), strict=True))
+    scopes = (size.scope for size in _STATE.sizes.values() if _is_symbolic(size))
+    sizes = export.symbolic_shape(_safe(", ".join(names)), scope=next(scopes, None))
+    return dict(zip(names, sizes, strict=True))
 
 
 def to_dim(size: Any) -> Dim:

@@ -275,7 +275,7 @@ def test_loaded_weights_are_arguments_not_constants():
     model = Net()
     model.load_state_dict(fill(model))
     text = str(Graph("g", model, [F23]).jaxpr)
-    assert "lambda a:f32[1,3,3] b:f32[1,3,3]" in text
+    assert "lambda ; a:f32[3,3] b:f32[3,3] c:f32[2,3]. let" in text
 
 
 def test_the_value_of_a_weight_is_an_argument_too():
@@ -399,10 +399,143 @@ def test_an_unknown_name():
         Graph("g", lambda x: x.reshape(("seq", 3)), [F23])
 
 
-def test_a_weight_with_symbolic_dimensions():
+# -- weights with symbolic dimensions
+
+
+def rows(n, seed=0):
+    return np.random.default_rng(seed).standard_normal((n, 3)).astype(np.float32)
+
+
+def test_a_weight_with_a_name_of_its_own_has_the_size_of_its_value():
     w = Weight("w", "float32", ("n", 3), CPU)
-    with pytest.raises(ValueError, match="symbolic"):
-        Graph("g", lambda x: x @ w.T, [F23])
+    with Graph("g", input_types=[F23]) as g:
+        value = g.add_weight(w)
+        assert value.shape == w.shape == ["n", 3]
+        g.output(g.inputs[0].tensor @ w.T, ops.shape_to_tensor(value.shape), value.reshape([-1]))
+    assert [t.shape for t in g.output_types] == [[2, "n"], [2], [Dim("n") * 3]]
+    with pytest.raises(ValueError, match="Weight 'w' is not in the weights registry"):
+        Model(g, {})
+    for n in (1, 4):
+        product, sizes, flat = Model(g, {"w": rows(n)})(ONES)
+        np.testing.assert_allclose(product, ONES @ rows(n).T, rtol=1e-6)
+        assert sizes.to_numpy().tolist() == [n, 3] and flat.shape == [3 * n]
+    # The same program for each value of the Weight.
+    program = Model(g)
+    with pytest.raises(ValueError, match="weight 'w' has no value"):
+        program(ONES)
+    for n in (3, 5):
+        w.value = jnp.asarray(rows(n))
+        np.testing.assert_allclose(program(ONES)[0], ONES @ rows(n).T, rtol=1e-6)
+    assert Graph("loaded", lambda x: x @ w.T, [F23]).output_types[0].shape == [2, "n"]
+
+
+def test_a_weight_with_the_name_of_an_inputs_size():
+    w, b = Weight("w", "float32", ("n", 3), CPU), Weight("b", "float32", ("n",), CPU)
+    kind = TensorType("float32", ("n", 3), CPU)
+    program = Model(
+        Graph("g", lambda x: x * w + ops.unsqueeze(b, -1), [kind]),
+        {"w": rows(4), "b": np.ones(4, np.float32)},
+    )
+    np.testing.assert_allclose(program(rows(4, 1))[0], rows(4) * rows(4, 1) + 1, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"position 0: .* \(2, 3\) .* with {'n': 4}"):
+        program(ONES)
+    other = Model(program_graph := Graph("g", lambda x: x * w + ops.unsqueeze(b, -1), [kind]))
+    w.value, b.value = jnp.asarray(rows(4)), jnp.ones(2)
+    with pytest.raises(ValueError, match="'b' is \\[2\\], .* and n is 4 in another weight"):
+        other(rows(4))
+    b.value = jnp.ones(4)
+    np.testing.assert_allclose(other(rows(4))[0], rows(4) ** 2 + 1, rtol=1e-6)
+    assert program_graph.output_types[0].shape == ["n", 3]
+
+
+def test_arithmetic_over_names_in_a_weights_shape():
+    w = Weight("w", "float32", (Dim("n") * 2, 3), CPU)
+    g = Graph("g", lambda x: (w.reshape(["n", 2, 3]), x.broadcast_to(["n", 2, 3])), [F23])
+    one, two = Model(g, {"w": rows(4)})(ONES)
+    np.testing.assert_array_equal(one, rows(4).reshape(2, 2, 3))
+    assert two.shape == (2, 2, 3)
+    with pytest.raises(ValueError, match="has the size 3 where its type has n \\* 2|divisible|2"):
+        Model(g, {"w": rows(3)})(ONES)
+    product = Weight("w", "float32", (Dim("n") * Dim("m"), 3), CPU)
+    with pytest.raises(ValueError, match="do not determine m, n: declare a dimension that is"):
+        Model(Graph("g", lambda x: x @ product.T, [F23]), {"w": rows(4)})
+
+
+@pytest.mark.parametrize("value", [np.ones(3), np.ones((3, 4)), np.ones((3, 3), np.int32)])
+def test_values_that_do_not_fit_a_weight_with_symbolic_dimensions(value):
+    g = Graph("g", lambda x: x @ Weight("w", "float32", ("n", 3), CPU).T, [F23])
+    value = value.astype(np.float32) if value.dtype == np.float64 else value
+    with pytest.raises(
+        ValueError, match=r"'w' in the weights registry .* expects float32 \(n, 3\)"
+    ):
+        Model(g, {"w": value})
+
+
+def test_weights_with_symbolic_dimensions_in_branches_and_loops():
+    """First met in a branch, a loop, a jitted function and a mapped one."""
+    w, v, u, t = (Weight(name, "float32", ("n", 3), CPU) for name in "wvut")
+
+    def forward(x):
+        total = lambda weight: weight.value.sum(0, keepdims=True)
+        x = jax.lax.cond(x.value.sum() > 0, lambda y: y + total(w), lambda y: y, x.value)
+        x = jax.lax.scan(lambda c, _: (c * total(v), None), x, None, length=2)[0]
+        x = jax.jit(lambda y: y - total(u))(x)
+        return jax.vmap(lambda row: t.value @ row)(x)
+
+    values = {name: rows(4, i) for i, name in enumerate("wvut")}
+    (found,) = Model(Graph("g", forward, [F23]), values)(ONES)
+    w, v, u, t = values.values()
+    want = ((ONES + w.sum(0)) * v.sum(0) ** 2 - u.sum(0)) @ t.T
+    np.testing.assert_allclose(found, want, rtol=1e-4)
+
+
+class Table(Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = Weight("weight", "float32", shape, CPU)
+
+    def __call__(self, ids):
+        return ops.gather(self.weight, ids, axis=0)
+
+
+def test_a_module_with_a_table_of_any_length():
+    kind = TensorType("int32", ("tokens",), CPU)
+    table, ids = Table("rows", 3), np.int32([2, 0])
+    program = table.compile(kind)
+    for n in (3, 7):
+        table.load_state_dict({"weight": rows(n)})
+        np.testing.assert_array_equal(program(ids)[0].to_numpy(), rows(n)[ids])
+        np.testing.assert_array_equal(Model(table.trace(kind))(ids)[0].to_numpy(), rows(n)[ids])
+        np.testing.assert_array_equal(table(jnp.asarray(ids)), rows(n)[ids])
+
+
+def test_layers_with_tables_of_one_length_as_a_subgraph():
+    class Two(Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = LayerList(Table("rows", 3) for _ in range(2))
+
+        def __call__(self, ids):
+            graph = self.layers[0].build_subgraph("table", [ids], "layers.0.")
+            return sum(ops.call(graph, ids, prefix=f"layers.{i}.")[0] for i in range(2))
+
+    model, ids = Two(), np.int32([1, 1, 0])
+    graph = Graph("g", model, [TensorType("int32", ("tokens",), CPU)])
+    registry = {f"layers.{i}.weight": rows(4, i) for i in range(2)}
+    want = rows(4)[ids] + rows(4, 1)[ids]
+    np.testing.assert_array_equal(Model(graph, registry)(ids)[0].to_numpy(), want)
+
+
+def test_a_nested_graph_with_a_weight_with_symbolic_dimensions():
+    w = Weight("w", "float32", ("n", 3), CPU)
+    kind = TensorType("float32", ("batch", 3), CPU)
+    with Graph("outer", input_types=[kind]) as outer:
+        with Graph("inner", input_types=[kind]) as inner:
+            inner.output(inner.inputs[0].tensor @ w.T)
+        outer.output(*ops.call(inner, outer.inputs[0]), w.sum(0))
+    product, total = Model(outer, {"w": rows(4)})(ONES)
+    np.testing.assert_allclose(product, ONES @ rows(4).T, rtol=1e-6)
+    np.testing.assert_allclose(total, rows(4).sum(0), rtol=1e-5)
 
 
 # -- running
@@ -447,15 +580,22 @@ def test_hooks_fire_once_while_tracing():
     assert seen == ["Lin", "Lin", "Net"]
 
 
-def test_a_jitted_function_that_keeps_a_stand_in_gives_no_numbers():
+def test_a_jitted_function_that_keeps_a_weight_of_a_graph_is_an_error():
     # JAX keeps what a jitted function closes over when it is traced: a Weight is an argument.
     w = weight(shape=(2, 3), value=2.0)
     closed, given = jax.jit(lambda x: x * jnp.asarray(w)), jax.jit(lambda w, x: x * jnp.asarray(w))
     g = Graph("g", lambda x: (closed(x.value), given(w, x.value)), [F23])
     for result in Model(g)(ONES):
         np.testing.assert_array_equal(result, 2 * ONES)
-    assert np.isnan(closed(jnp.asarray(ONES))).all()
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        closed(jnp.asarray(ONES))
+    with pytest.raises(ValueError, match="closed over when it was traced in an earlier Graph"):
+        Graph("again", lambda x: closed(x.value), [F23])
     np.testing.assert_array_equal(given(w, jnp.asarray(ONES)), 2 * ONES)
+    assert float(jax.jit(lambda x: x + 1)(1.0)) == 2
+
+
+def test_weights_of_every_dtype_of_floats():
     for dtype in DType:
         if dtype.is_float():
             Graph("g", lambda x, d=dtype: x + Weight("v", d, (2, 3), CPU).cast("float32"), [F23])
@@ -523,19 +663,16 @@ class Looped(Module):
         return jax.lax.scan(step, array, length=2)[0]
 
 
-def test_a_jitted_function_in_a_loop_that_closes_over_a_weight():
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_jitted_function_in_a_loop_that_closes_over_a_weight(closes):
     spec = TensorType("float32", (3,), CPU)
-    model = Looped(False)
+    model = Looped(closes)
     model.load_state_dict({"w": np.float32([1, 2, 3])})
-    [found] = model.compile(spec)(jnp.ones(3))
-    np.testing.assert_array_equal(found.to_numpy(), [1, 4, 9])
-    model = Looped(True)
-    model.load_state_dict({"w": np.float32([1, 2, 3])})
-    with pytest.raises(
-        NotImplementedError, match="closes over the weight 'w': leave out that jax.jit"
-    ):
-        model.compile(spec)
-    np.testing.assert_array_equal(model(jnp.ones(3)), [1, 4, 9])
+    program = model.compile(spec)
+    np.testing.assert_array_equal(program(jnp.ones(3))[0].to_numpy(), [1, 4, 9])
+    model.load_state_dict({"w": np.float32([1, 2, 4])})
+    np.testing.assert_array_equal(program(jnp.ones(3))[0].to_numpy(), [1, 4, 16])
+    np.testing.assert_array_equal(model(jnp.ones(3)), [1, 4, 16])
 
 
 @pytest.mark.parametrize("name", ["in", "max", "True"])

@@ -508,7 +508,7 @@ def test_other_shapes_of_one_function():
 # --- constants ----------------------------------------------------------------------------
 
 
-def stand_in(*shape):
+def large(*shape):
     return np.broadcast_to(np.zeros((), np.float32), (1, *shape))
 
 
@@ -517,7 +517,7 @@ def addresses(consts):
 
 
 def test_weights_that_are_constants():
-    w, b, stray = stand_in(N, D, D), stand_in(N, D), stand_in(D)
+    w, b, stray = large(N, D, D), large(N, D), large(D)
 
     def run(x):
         x = x + jnp.asarray(stray).reshape(1, D)
@@ -538,7 +538,7 @@ def test_weights_that_are_constants():
 
 
 def test_one_constant_met_as_several():
-    w = stand_in(N, D, D)
+    w = large(N, D, D)
 
     def run(x):
         for i in range(N):
@@ -550,8 +550,8 @@ def test_one_constant_met_as_several():
 
 
 def test_a_layer_that_closes_over_a_weight():
+    weight = large(D)
     inner = jax.jit(lambda x: x + jnp.asarray(weight).reshape(1, D))
-    weight = stand_in(D)
 
     @layer
     def closing(w, i, x):
@@ -562,7 +562,18 @@ def test_a_layer_that_closes_over_a_weight():
             x = closing(w, np.int32(i), x)
         return x
 
-    rolled(run, W, X, scans=0, calls=3)
+    rolled(run, W, X)
+
+
+def test_a_layer_that_closes_over_an_outer_value():
+    def run(w, outer, x):
+        inner = jax.jit(lambda x: x + outer)
+        closing = layer(lambda w, i, x: inner(x) @ at(w, i))
+        for i in range(3):
+            x = closing(w, np.int32(i), x)
+        return x
+
+    rolled(run, W, Y, X)
 
 
 # --- kinds of operands --------------------------------------------------------------------

@@ -241,7 +241,7 @@ class Arguments:
             f"{kind}{more}, not {_described(leaf)}{least}"
         )
 
-    def _check_derived(self, leaves: Sequence[Any], sizes: Mapping[str, Any]) -> None:
+    def _check_derived(self, leaves: Sequence[Any], sizes: dict[str, Any]) -> None:
         """Checks sizes that are arithmetic over known names; jax.export checks the others."""
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
             for size, dim in zip(leaf.shape, kind.shape, strict=True):

@@ -239,13 +239,10 @@ def _sizes(flat: Sequence[Any]) -> dict[str, Any]:
     plain = [spec for spec in flat if not isinstance(spec, TensorType)]
     given = [size for spec in plain for size in getattr(spec, "shape", ())]
     given = [size for size in given if jax_export.is_symbolic_dim(size)]
-    known = {str(size): size for size in given if str(size).isidentifier()}
+    known = {str(size): size for size in given}
     names = {str(p) for spec in flat if isinstance(spec, TensorType) for p in spec.parameters}
-    fresh = sorted(names - set(known))
-    if not given or not fresh:
-        return {**sizes_of(fresh), **known}
-    sizes = jax_export.symbolic_shape(", ".join(fresh), scope=given[0].scope)
-    return {**dict(zip(fresh, sizes, strict=True)), **known}
+    with naming(known):
+        return {**sizes_of(names - set(known)), **known}
 
 
 def _refuse_stacks(tree: Any) -> None:

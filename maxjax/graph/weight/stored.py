@@ -74,7 +74,7 @@ def standing_for(weight: Any) -> Any:
         stack = standing_for(home[0])
         levels = len(weight.stored.spans)
         return None if stack is None else home[0].cut(stack, home[1], levels).__jax_array__()
-    return None if isinstance(stack_of(weight._leaf), Tracer) else graphs[-1].stand_in(weight)
+    return None if isinstance(stack_of(weight._leaf), Tracer) else graphs[-1].argument(weight)
 
 
 def leaf_for_jax(weight: Any) -> Any:
@@ -84,11 +84,8 @@ def leaf_for_jax(weight: Any) -> Any:
     """
     if not RUNNING.graphs:
         return weight._leaf
-    try:
-        with RUNNING.graphs[-1].taking_leaves():
-            standing = standing_for(weight)
-    except ValueError:  # a Graph cannot have it, for example two weights of one name
-        standing = None
+    with RUNNING.graphs[-1].taking_leaves():
+        standing = standing_for(weight)
     return weight._leaf if standing is None else standing
 
 
