@@ -142,7 +142,7 @@ engine/quantize: importance choice shards model calibration
 engine/generate: programs batch completion nans request texts conversation
 engine/plan: compiled report
 engine: statistics drawings looks
-engine/export: signature file write program
+engine/export: signature arguments file write program
 checkpoint: file_set pretrained
 checkpoint/orbax: api arrays steps tree save open restore streaming checkpoint
 checkpoint/conversion: written source to_gguf run

@@ -26,26 +26,15 @@ from ...storage.files import OpenFile, open_regular
 from ...storage.limits import Limits
 from ...storage.signatures import SNIFF_BYTES, foreign
 from ...storage.strict_json import load_json
-from .signature import ArrayKind, Signature, field, texts
+from .signature import ArrayKind, ModelWeights, Signature, field, names_in
 
 MAGIC = b"\x89MAXJAX\n"  # a transfer as text changes its first or its last byte
 PREFIX = struct.Struct("<8sQ32s")
-VERSION = 2
+VERSION = 3
+_READ = (2, 3)  # the older one has no models among arguments and results
 WHAT = "a file of maxjax.export"
 _FETCH = "Fetch it again, or export the model again."
 _AGAIN = "Export the model again."
-
-
-class WeightEntry(NamedTuple):
-    """A weight's entry in the header: its declared dtype, and its other names if it is tied."""
-
-    dtype: str
-    aliases: tuple[str, ...]
-
-    @classmethod
-    def read(cls, data: Any) -> WeightEntry:
-        """Reads an entry of parsed JSON; ValueError for anything else."""
-        return cls(field(data, "dtype", str), texts(data.get("aliases")))
 
 
 class ProgramHeader(NamedTuple):
@@ -55,9 +44,7 @@ class ProgramHeader(NamedTuple):
         name: class name of the model.
         maxjax, jax: versions that wrote the file.
         vjp_order: number of times the program can be differentiated.
-        weights: entries by name, in the order of a state dict.
-        leaves: for each weight array that the program takes, its name, or the names of the stacked
-            weights.
+        weights: the model's weights, and the arrays that the program takes for them.
         inputs, outputs: signatures of the other arguments, and of the results.
         nbytes, sha256: size and SHA-256 of the program.
     """
@@ -66,42 +53,29 @@ class ProgramHeader(NamedTuple):
     maxjax: str
     jax: str
     vjp_order: int
-    weights: dict[str, WeightEntry]
-    leaves: tuple[str | tuple[str, ...], ...]
+    weights: ModelWeights
     inputs: Signature
     outputs: Signature
     nbytes: int
     sha256: str
 
     def json(self) -> dict[str, Any]:
-        weights = {name: entry._asdict() for name, entry in self.weights.items()}
-        trees = {"inputs": self.inputs._asdict(), "outputs": self.outputs._asdict()}
-        return {"format": VERSION, **self._asdict(), "weights": weights, **trees}
+        trees = {"inputs": self.inputs.json(), "outputs": self.outputs.json()}
+        return {"format": VERSION, **self._asdict(), **self.weights.json(), **trees}
 
     @classmethod
     def read(cls, data: Any) -> ProgramHeader:
         """Reads parsed JSON; ValueError names the field that is wrong."""
-        entries = field(data, "weights", dict).items()
-        leaves = field(data, "leaves", list)
         found = cls(
             **{name: field(data, name, str) for name in ("name", "maxjax", "jax", "sha256")},
             **{name: field(data, name, int) for name in ("vjp_order", "nbytes")},
-            weights={name: WeightEntry.read(entry) for name, entry in entries},
-            leaves=tuple(leaf if isinstance(leaf, str) else texts(leaf) for leaf in leaves),
+            weights=ModelWeights.read(data),
             inputs=Signature.read(field(data, "inputs", dict)),
             outputs=Signature.read(field(data, "outputs", dict)),
         )
-        used = [name for leaf in found.leaves for name in names_in(leaf)]
-        if sorted(used) != sorted(found.weights) or () in found.leaves:
-            raise ValueError("'leaves' has other names than 'weights'")
         if not isinstance(found.inputs.restore(found.inputs.dtypes), tuple):
             raise ValueError("'inputs' is not a tuple")
         return found
-
-
-def names_in(leaf: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the weights in one of ``ProgramHeader.leaves``."""
-    return (leaf,) if isinstance(leaf, str) else leaf
 
 
 # --- reading --------------------------------------------------------------------------------
@@ -145,7 +119,8 @@ def unreadable(header: ProgramHeader, path: str) -> CheckpointMismatchError:
 
 def _disagreements(header: ProgramHeader, exported: Any) -> Iterator[str]:
     """The differences between the header and the program."""
-    count, inputs, outputs = len(header.leaves), header.inputs.dtypes, header.outputs.dtypes
+    inputs, outputs = header.inputs.dtypes, header.outputs.dtypes
+    count = len(header.weights.leaves)
     sizes = count + len(inputs), len(outputs)
     if sizes != (len(exported.in_avals), len(exported.out_avals)):
         yield "numbers of arrays"
@@ -161,11 +136,15 @@ def _disagreements(header: ProgramHeader, exported: Any) -> Iterator[str]:
         yield "arguments that are not there"
     if any(type(size) is not int for aval in exported.in_avals[:count] for size in aval.shape):
         yield "a weight without a size"
-    for leaf, aval in zip(header.leaves, exported.in_avals, strict=False):
-        if not isinstance(leaf, str) and aval.shape[:1] != (len(leaf),):
-            yield f"{ArrayKind.of(aval)} is listed as {len(leaf)} layers"
-        for name in names_in(leaf):
-            yield from _other_type(header.weights[name].dtype, aval)
+    models = [(header.weights, exported.in_avals[:count])]
+    models += header.inputs.models(exported.in_avals[count:])
+    models += header.outputs.models(exported.out_avals)
+    for weights, avals in models:
+        for leaf, aval in zip(weights.leaves, avals, strict=True):
+            if not isinstance(leaf, str) and aval.shape[:1] != (len(leaf),):
+                yield f"{ArrayKind.of(aval)} is listed as {len(leaf)} layers"
+            for name in names_in(leaf):
+                yield from _other_type(weights.weights[name].dtype, aval)
     for dtype, aval in zip(inputs, exported.in_avals[count:], strict=True):
         yield from _other_type(dtype, aval)
     for dtype, aval in zip(outputs, exported.out_avals, strict=True):
@@ -233,7 +212,7 @@ def _prefix(file: OpenFile, limits: Limits) -> tuple[int, bytes]:
 def _header(file: OpenFile, text: bytes, limits: Limits) -> ProgramHeader:
     data = load_json(text, limits=limits, name=file.path)
     try:
-        if (version := field(data, "format", int)) != VERSION:
+        if (version := field(data, "format", int)) not in _READ:
             is_later = version > VERSION
             age, hint = ("a later", "Update maxjax.") if is_later else ("an earlier", _AGAIN)
             raise CheckpointFormatError(

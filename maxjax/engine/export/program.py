@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ...dtype import native
-from ...errors import (
-    CheckpointError,
-    CheckpointMismatchError,
-    UserInputError,
-    closest,
-    printable,
-)
+from ...errors import CheckpointMismatchError, UserInputError, printable
 from ...graph import compile_cache
-from ...graph.device import DeviceRef
-from ...graph.value import TensorValue, unwrap
-from ...graph.weight.weight import Weight
-from ...graph.weights import FileWeights, WeightData
-from ...graph.weights.same import same_content
-from ...nn.layer.load.fit import Fit, fit, is_on_device
-from ...nn.layer.load.stacks import read
 from ...paths import local_path
 from ...storage.limits import Limits, in_force
-from .file import ProgramHeader, WeightEntry, names_in, open_program, unreadable
-from .signature import Arguments, Path, cut
+from .arguments import Arguments, Binder, ModelArrays, Path, cut
+from .file import ProgramHeader, open_program, unreadable
 
 
 def load_exported(
@@ -97,15 +81,12 @@ class ExportedProgram:
     """
 
     def __init__(self, header: ProgramHeader, exported: Any, path: str):
-        count = len(header.leaves)
-        self._types, arguments = exported.in_avals[:count], exported.in_avals[count:]
-        self.name, self.names = header.name, list(header.weights)
+        count = len(header.weights.leaves)
+        types, arguments = exported.in_avals[:count], exported.in_avals[count:]
+        self.name, self.names = header.name, list(header.weights.weights)
         self.platforms, self.vjp_order = tuple(exported.platforms), header.vjp_order
-        self.weights = {
-            name: jax.ShapeDtypeStruct(aval.shape[not isinstance(leaf, str) :], aval.dtype)
-            for leaf, aval in zip(header.leaves, self._types, strict=True)
-            for name in names_in(leaf)
-        }
+        self._binder = Binder(header.weights, types)
+        self.weights = self._binder.types
         self.inputs = header.inputs.restore(map(_type, arguments))
         self.outputs = header.outputs.restore(map(_type, exported.out_avals))
         takes = header.inputs.show(arguments)[1:-1].rstrip(",")
@@ -113,16 +94,16 @@ class ExportedProgram:
         self._header, self._path = header, path
         self._arguments = Arguments(header.name, header.inputs, arguments)
         self._run = jax.jit(exported.call)
-        self._known = [n for name, e in header.weights.items() for n in (name, *e.aliases)]
+        self._dtypes = [aval.dtype for aval in exported.in_avals]
         self._last: tuple[Any, list[Callable[[], Any]], list[Any]] | None = None
 
-    def bind(self, arrays: Mapping[str, Any] | FileWeights) -> BoundProgram:
+    def bind(self, arrays: ModelArrays) -> BoundProgram:
         """Binds weights to the program: puts them on the device, stacked where the program needs it.
 
         Args:
             arrays: arrays by name, such as ``Module.state_dict()``, NumPy arrays, WeightData or
-                anything else that ``Module.load_state_dict`` takes; or a cursor of
-                ``load_weights``. A tied weight may have any of its names. Other names are ignored.
+                anything else that ``Module.load_state_dict`` takes; a cursor of ``load_weights``; or
+                a Module. A tied weight may have any of its names. Other names are ignored.
 
         Raises:
             ValueError: weights are missing, or have another shape or dtype; the message lists
@@ -130,7 +111,7 @@ class ExportedProgram:
         """
         return BoundProgram(self, self._values(arrays))
 
-    def __call__(self, arrays: Mapping[str, Any] | FileWeights, *args: Any) -> Any:
+    def __call__(self, arrays: ModelArrays, *args: Any) -> Any:
         """Binds ``arrays`` and runs; the last binding is used again for the same arrays.
 
         Arrays are the same if they are the same objects: after writing to a NumPy array in place,
@@ -139,7 +120,7 @@ class ExportedProgram:
         Raises:
             ValueError: as for :meth:`bind` and :class:`BoundProgram`.
         """
-        at, found = _identity(arrays, self._known)
+        at, found = self._binder.identity(arrays)
         last = self._last
         if last is not None and last[0] == at:
             if all(ref() is value for ref, value in zip(last[1], found, strict=True)):
@@ -149,47 +130,14 @@ class ExportedProgram:
             self._last = at, [_reference(value) for value in found], values
         return self._execute(values, args)
 
-    def _values(self, arrays: Mapping[str, Any] | FileWeights) -> list[Any]:
-        """The weight arrays that the program takes: checked, read, and put on the device."""
+    def _values(self, arrays: ModelArrays) -> list[Any]:
         compile_cache.enable()
-        traced = any(isinstance(value, Tracer) for value in _identity(arrays, self._known)[1])
-        # Inside another trace, arrays that are not traced are computed now and only once.
-        with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
-            if not isinstance(arrays, FileWeights):
-                return _place(self._header, self._fits(arrays))
-            try:
-                return _place(self._header, self._fits(dict(arrays._named_data())))
-            except CheckpointError:
-                raise
-            except ValueError as error:
-                raise CheckpointMismatchError(str(error), path=arrays._path) from None
-
-    def _fits(self, source: Mapping[str, Any]) -> dict[str, Fit]:
-        """A Fit for each weight, or one error that lists all weights that do not fit."""
-        fits, missing = {}, []
-        problems = _narrowed([k.dtype for k in self._types] + self._arguments.dtypes)
-        for name in (name for leaf in self._header.leaves for name in names_in(leaf)):
-            entry = self._header.weights[name]
-            given = {key: _array(source.get(key)) for key in (name, *entry.aliases)}
-            given = {key: value for key, value in given.items() if value is not None}
-            if not given:
-                missing.append(name)
-                continue
-            found = _fit(name, entry, self.weights[name], next(iter(given.values())))
-            if isinstance(found, Fit):
-                fits[name] = found
-            else:
-                problems.append(found)
-            problems += _different(given)
-        if missing:
-            problems.append(f"Missing required weights: {', '.join(missing)}")
-            others = [str(key) for key in source if key not in self._known]
-            if like := closest(missing[0], others):
-                problems.append(f"For '{missing[0]}', did you mean '{like}'?")
-        if problems:
-            text = "; ".join(problems)
-            raise ValueError(f"the weights do not fit the exported {self.name}: {text}")
-        return fits
+        for dtype in self._dtypes:
+            if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                raise ValueError(
+                    f"{self.name} was exported with jax_enable_x64, for {dtype}: set jax_enable_x64 here too"
+                )
+        return self._binder.values(arrays, f"the exported {self.name}")
 
     def _execute(self, values: list[Any], args: Path) -> Any:
         leaves = self._arguments(args)
@@ -242,11 +190,11 @@ class BoundProgram:
         Args:
             args: the model's arguments: NumPy or JAX arrays or TensorValues, in the same
                 containers. A dict of its fields may stand for an instance of a registered class,
-                and a tuple for a namedtuple.
+                and a tuple for a namedtuple; for a Module, what :meth:`ExportedProgram.bind` takes.
 
         Returns:
             The model's result, with plain arrays for TensorValues, tuples for namedtuples, and
-            dicts of their fields for instances of other registered classes.
+            dicts of their fields for instances of other registered classes; of a Module, its state dict.
 
         Raises:
             ValueError: the arguments have another structure, shape or dtype.
@@ -262,6 +210,14 @@ def _type(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
+def _reference(value: Any) -> Callable[[], Any]:
+    """A weak reference if possible: a program keeps the bound values, not the arrays given to it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
 def _platform_of(values: Sequence[Any]) -> str:
     """The platform on which a program with these weights runs, by its name in jax.export."""
     from jax import export as jax_export
@@ -273,96 +229,3 @@ def _platform_of(values: Sequence[Any]) -> str:
         chosen = next(iter(placed[0].devices()))
     platform = default if chosen is None else getattr(chosen, "platform", chosen)
     return default if platform == "gpu" and default != "cpu" else platform
-
-
-# --- weights --------------------------------------------------------------------------------
-
-
-_ABSENT = object()
-
-
-def _identity(arrays: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
-    """What identifies these arrays: the name of a checkpoint cursor or None, and the objects."""
-    if isinstance(arrays, FileWeights):
-        return arrays.name, [arrays._family]
-    if not isinstance(arrays, Mapping):
-        raise TypeError(
-            f"weights come as a mapping from names to arrays, as model.state_dict(), not {type(arrays).__name__}"
-        )
-    found = [_array(arrays.get(name)) for name in names]
-    return None, [_ABSENT if value is None else value for value in found]
-
-
-def _array(value: Any) -> Any:
-    """The array in a mapping's value; None if there is none, as in a Weight that is not filled."""
-    if isinstance(value, Weight) and value.stored.is_missing:
-        return None
-    return unwrap(value) if isinstance(value, TensorValue) else value
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    """A weak reference if possible: a program keeps the bound values, not the arrays given to it."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
-
-
-def _narrowed(dtypes: Sequence[Any]) -> list[str]:
-    for dtype in dtypes:
-        if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            return [
-                f"it was exported with jax_enable_x64, for {dtype}: set jax_enable_x64 here too"
-            ]
-    return []
-
-
-def _fit(name: str, entry: WeightEntry, declared: jax.ShapeDtypeStruct, value: Any) -> Fit | str:
-    """The Fit of a value, as in ``load_state_dict`` but also for traced arrays, or the problem."""
-    dtype, shape = declared.dtype, declared.shape
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = native(np.asarray(value))
-    if isinstance(value, (jax.Array, np.ndarray)):
-        try:
-            value = WeightData(value, name, value.dtype, value.shape)
-        except (TypeError, ValueError) as error:
-            return f"the value of weight '{name}': {error}"
-    weight = Weight(name.rpartition(".")[2], dtype, shape, DeviceRef.CPU())
-    # 64-bit integers are cast where JAX uses 32 bits, if the model declared 64.
-    wide = str(getattr(value, "dtype", "")).rpartition(".")[2] == entry.dtype != str(dtype)
-    found = fit(name, weight, value, override=False, alignment=1, cast=wide)
-    if isinstance(found, Fit) and tuple(map(int, found.dims)) != shape:  # bytes may be packed
-        actual = tuple(map(int, found.dims))
-        return f"weight '{name}' had different shape (expected={shape}, actual={actual})"
-    return found if isinstance(found, Fit) else found.rstrip(".")
-
-
-def _different(given: Mapping[str, Any]) -> Iterator[str]:
-    """A problem for each name of a tied weight whose value differs from the first one's."""
-    (owner, first), *others = given.items()
-    for key, other in others:
-        traced = isinstance(first, Tracer) or isinstance(other, Tracer)
-        if first is not other and (traced or not same_content(first, other)):
-            yield f"'{owner}' and '{key}' are one tied weight, but their values differ"
-
-
-def _place(header: ProgramHeader, fits: Mapping[str, Fit]) -> list[Any]:
-    """Reads and converts the values and puts them on the device; one array for each leaf."""
-    stacked: dict[int, tuple[None, list[Fit]]] = {}
-    single: list[Fit] = []
-    for i, leaf in enumerate(header.leaves):
-        group = [fits[name] for name in names_in(leaf)]
-        if isinstance(leaf, str) or any(map(is_on_device, group)):
-            single += group
-        else:
-            stacked[i] = None, group
-    arrays, stacks = map(iter, read(single, list(stacked.values())))
-    values = []
-    for i, leaf in enumerate(header.leaves):
-        if i in stacked:
-            values.append(next(stacks))
-        elif isinstance(leaf, str):
-            values.append(next(arrays))
-        else:
-            values.append(jnp.stack([next(arrays) for _ in leaf]))
-    return values

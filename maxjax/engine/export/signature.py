@@ -2,25 +2,24 @@
 
 A program takes and returns flat lists of arrays, whose shapes and dtypes ``jax.export`` stores. A
 Signature describes the tuples, lists and dicts around them. ``jax.export`` could store those too,
-but neither dicts with integer keys nor the order of a dict's keys.
+but neither dicts with integer keys nor the order of a dict's keys. ModelWeights describes the arrays
+of a model by the names of its state dict.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
-from ...errors import UserInputError
-from ...graph.operands import fitting
-from ...graph.symbolic import naming, to_size
+from ...dtype import DType
 from ...graph.value import TensorValue, unwrap
+from ...nn.layer import Module
 
 LEAF = "leaf"
-Path = tuple[Any, ...]
 
 
 class ArrayKind(NamedTuple):
@@ -39,11 +38,131 @@ class ArrayKind(NamedTuple):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+class WeightEntry(NamedTuple):
+    """A weight's entry in the header: its declared dtype, and its other names if it is tied."""
+
+    dtype: str
+    aliases: tuple[str, ...]
+
+    @classmethod
+    def read(cls, data: Any) -> WeightEntry:
+        """Reads an entry of parsed JSON; ValueError for anything else."""
+        return cls(field(data, "dtype", str), texts(data.get("aliases")))
+
+
+class ModelWeights(NamedTuple):
+    """The weights of a model by the names of its state dict, and the arrays that hold them in a program.
+
+    Outside of the program each layer's weight has its own name, whether the layers are stacked or not.
+
+    Attributes:
+        weights: entries by name, in the order of a state dict.
+        leaves: for each array, the name of its weight, or the names of the weights that are stacked in it.
+
+    Example:
+        >>> entries = {name: WeightEntry("float32", ()) for name in ("0.w", "head", "1.w")}
+        >>> table = ModelWeights(entries, ("head", ("0.w", "1.w")))
+        >>> table.by_name([ArrayKind("float32", (5,)), ArrayKind("float32", (2, 3))])
+        {'0.w': float32[3], 'head': float32[5], '1.w': float32[3]}
+    """
+
+    weights: dict[str, WeightEntry]
+    leaves: tuple[str | tuple[str, ...], ...]
+
+    def json(self) -> dict[str, Any]:
+        """The fields as :meth:`read` reads them."""
+        weights = {name: entry._asdict() for name, entry in self.weights.items()}
+        return {"weights": weights, "leaves": self.leaves}
+
+    @classmethod
+    def read(cls, data: Any) -> ModelWeights:
+        """Reads the fields from parsed JSON; ValueError for anything else."""
+        entries = field(data, "weights", dict).items()
+        leaves = field(data, "leaves", list)
+        found = cls(
+            {name: WeightEntry.read(entry) for name, entry in entries},
+            tuple(leaf if isinstance(leaf, str) else texts(leaf) for leaf in leaves),
+        )
+        used = [name for leaf in found.leaves for name in names_in(leaf)]
+        if sorted(used) != sorted(found.weights) or () in found.leaves:
+            raise ValueError("'leaves' has other names than 'weights'")
+        return found
+
+    def by_name(self, arrays: Iterable[Any]) -> dict[str, Any]:
+        """The value of each weight, from the arrays of the program or their types."""
+        found: dict[str, Any] = {}
+        for leaf, array in zip(self.leaves, arrays, strict=True):
+            names = names_in(leaf)
+            values = [array] if isinstance(leaf, str) else _layers(array, len(names))
+            found.update(zip(names, values, strict=True))
+        return {name: found[name] for name in self.weights}
+
+
+def names_in(leaf: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the weights in one of ``ModelWeights.leaves``."""
+    return (leaf,) if isinstance(leaf, str) else leaf
+
+
+def _layers(array: Any, count: int) -> list[Any]:
+    """The layers of a stacked array, or of its type."""
+    if isinstance(array, jax.Array):
+        return list(jnp.unstack(array))
+    if isinstance(array, ArrayKind):
+        return [ArrayKind(array.dtype, array.shape[1:])] * count
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(array.shape[1:], array.dtype)] * count
+    return [array] * count
+
+
+def weights_of(model: Module) -> tuple[ModelWeights, list[Any]]:
+    """The weights of a model, and its leaves, in which a stack of stacks has one leading axis: that of its names."""
+    definition, holders = model._mx_definition()
+    by_name, aliases = model._mx_names()
+    known = {id(weight): name for name, weight in by_name.items()}
+    others: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        others.setdefault(name, []).append(alias)
+    found: dict[str, WeightEntry] = {}
+    leaves: list[str | tuple[str, ...]] = []
+    arrays = jax.tree.leaves(model, is_leaf=lambda value: value is not model)
+    for i, (full, holder) in enumerate(zip(definition.names, holders, strict=True)):
+        pairs = zip(holder.stored.weights, holder.stored.names(full), strict=True)
+        names = [known.get(id(weight), name) for weight, name in pairs]
+        is_stack = bool(holder.stored.spans)
+        leaves.append(tuple(names) if is_stack else names[0])
+        arrays[i] = _flat(arrays[i], len(holder.stored.spans), len(names))
+        dtype = declared(holder.stored, arrays[i])
+        for name in names:
+            found[name] = WeightEntry(dtype, tuple(others.get(name, ())))
+    order = [name for name in by_name if name in found]
+    return ModelWeights({name: found[name] for name in [*order, *found]}, tuple(leaves)), arrays
+
+
+def _flat(array: Any, levels: int, count: int) -> Any:
+    """An array, or its type, with one leading axis in place of several."""
+    if levels < 2 or not hasattr(array, "shape"):
+        return array
+    shape = (count, *array.shape[levels:])
+    if isinstance(array, jax.Array):
+        return array.reshape(shape)
+    return jax.ShapeDtypeStruct(shape, array.dtype)
+
+
+def declared(declaration: Any, found: Any) -> str:
+    """The name of the dtype; for integers that JAX narrowed to 32 bits, the 64-bit dtype that files have."""
+    name = str(getattr(found, "dtype", ""))
+    if name not in ("int32", "uint32"):
+        return name
+    dtype = DType.of(declaration.dtype)
+    return dtype.name if jax.dtypes.canonicalize_dtype(dtype.np) == found.dtype else name
+
+
 class Signature(NamedTuple):
     """The containers of arguments or results, as a file's header stores them.
 
     Attributes:
-        tree: None, "leaf", or {"tuple": [...]}, {"list": [...]}, {"dict": [[key, ...], ...]}.
+        tree: None, "leaf", or {"tuple": [...]}, {"list": [...]}, {"dict": [[key, ...], ...]}; or {"model": …} with
+            ModelWeights, of which a header has the fields.
         dtypes: declared dtype of each leaf, in order. In the program, JAX may have made 64-bit
             integers narrower.
 
@@ -59,22 +178,38 @@ class Signature(NamedTuple):
     @classmethod
     def read(cls, data: Any) -> Signature:
         """Reads a signature of parsed JSON; ValueError for anything else."""
-        found = cls(data.get("tree"), texts(field(data, "dtypes", list)))
+        tree = _changed(data.get("tree"), ModelWeights.read)
+        found = cls(tree, texts(field(data, "dtypes", list)))
         leaves = iter(found.dtypes)
-        _restore(found.tree, leaves)
+        _restore(found.tree, leaves, lambda weights, own: None)
         if next(leaves, None) is not None:
             raise ValueError(_OTHER_NUMBER)
         return found
 
-    def restore(self, leaves: Iterable[Any]) -> Any:
-        """Tuples, lists and dicts around ``leaves``."""
-        return _restore(self.tree, iter(leaves))
+    def json(self) -> dict[str, Any]:
+        """The fields as :meth:`read` reads them."""
+        return {"tree": _changed(self.tree, ModelWeights.json), "dtypes": self.dtypes}
+
+    def restore(self, leaves: Iterable[Any], model: Restored = ModelWeights.by_name) -> Any:
+        """Tuples, lists and dicts around ``leaves``.
+
+        Args:
+            model: function of ModelWeights and of its leaves, whose result stands for the model.
+        """
+        return _restore(self.tree, iter(leaves), model)
+
+    def models(self, leaves: Iterable[Any]) -> list[tuple[ModelWeights, list[Any]]]:
+        """The weights of each model among the arguments or results, with its leaves."""
+        found: list[tuple[ModelWeights, list[Any]]] = []
+        self.restore(leaves, lambda weights, own: found.append((weights, own)))
+        return found
 
     def show(self, avals: Iterable[Any]) -> str:
         """The containers in Python's notation, around the types of these arrays."""
         return repr(self.restore(map(ArrayKind.of, avals, self.dtypes)))
 
 
+Restored = Callable[[ModelWeights, list[Any]], Any]
 _OTHER_NUMBER = "a tree has the wrong number of leaves"
 
 
@@ -116,6 +251,7 @@ def level(value: Any) -> tuple[str | None, list[Any], list[Any]]:
     return "list" if isinstance(value, list) else "tuple", list(range(len(keys))), children
 
 
+_MODEL = "model"
 _NUMBERED = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
 
 
@@ -129,6 +265,10 @@ def describe(value: Any, leaves: list[Any]) -> Any:
     Raises:
         TypeError: a key is neither a string nor an integer, or a dict has keys of both types.
     """
+    if isinstance(value, Module):
+        weights, arrays = weights_of(value)
+        leaves += arrays
+        return {_MODEL: weights}
     kind, keys, children = level(value)
     if kind == LEAF:
         leaves += children
@@ -144,143 +284,43 @@ def describe(value: Any, leaves: list[Any]) -> Any:
     return {kind: [list(pair) for pair in zip(keys, inner, strict=True)]}
 
 
-def _restore(tree: Any, leaves: Iterator[Any]) -> Any:
+def _changed(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree, in its own form or as parsed JSON, with each model's weights changed."""
+    if isinstance(tree, list):
+        return [_changed(child, change) for child in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        kind: change(inner) if kind == _MODEL else _changed(inner, change)
+        for kind, inner in tree.items()
+    }
+
+
+def _restore(tree: Any, leaves: Iterator[Any], model: Restored) -> Any:
     """Containers around the next leaves; ValueError for a tree that :func:`describe` does not return."""
     if tree is None:
         return None
     if tree == LEAF:
-        for leaf in leaves:
-            return leaf
-        raise ValueError(_OTHER_NUMBER)
+        return _take(leaves, 1)[0]
     kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and tree else ("", None)
+    if isinstance(inner, ModelWeights):
+        return model(inner, _take(leaves, len(inner.leaves)))
     if not isinstance(inner, list) or kind not in ("tuple", "list", "dict") or len(tree) > 1:
         raise ValueError(f"{tree!r:.80} is not a valid tree")
     if kind != "dict":
-        children = [_restore(child, leaves) for child in inner]
+        children = [_restore(child, leaves, model) for child in inner]
         return tuple(children) if kind == "tuple" else children
     pairs = all(isinstance(p, list) and len(p) == 2 and type(p[0]) in (str, int) for p in inner)
     if not pairs or len({type(key) for key, _ in inner}) > 1:
         raise ValueError(f"{tree!r:.80} is not a valid tree")
-    found = {key: _restore(child, leaves) for key, child in inner}
+    found = {key: _restore(child, leaves, model) for key, child in inner}
     if len(found) != len(inner):
         raise ValueError(f"{tree!r:.80} has a key twice")
     return found
 
 
-# --- arguments ------------------------------------------------------------------------------
-
-
-class Arguments:
-    """Checks the arguments of a call and flattens them to the list that the program takes."""
-
-    def __init__(self, name: str, signature: Signature, avals: Sequence[Any]):
-        self.name = name
-        self.kinds = list(map(ArrayKind.of, avals, signature.dtypes))
-        self.dtypes = [aval.dtype for aval in avals]
-        self._shown = signature.show(avals)
-        self._plain = signature.restore(range(len(avals)))
-        paths, self._tree = jax.tree_util.tree_flatten_with_path(self._plain)
-        self._paths = {i: path for path, i in paths}
-        dims = [dim for kind in self.kinds for dim in kind.shape]
-        self._derived = any(isinstance(dim, str) and not dim.isidentifier() for dim in dims)
-
-    def __call__(self, args: Path) -> list[Any]:
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self._tree:  # other containers may fit as well
-            leaves = jax.tree.leaves(self._arrange(self._plain, args, (), args))
-        given = dict(zip(self._paths, leaves, strict=True))
-        leaves = [given[i] for i in range(len(given))]
-        sizes: dict[str, Any] = {}
-        for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
-            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-                raise self._wrong(i, leaf, sizes)
-            same = leaf.dtype == self.dtypes[i]
-            if not (same or str(leaf.dtype) == kind.dtype) or not _same(leaf.shape, kind, sizes):
-                raise self._wrong(i, leaf, sizes)
-            if not same:
-                leaf = leaf if isinstance(leaf, jax.Array) else fitting(np.asarray(leaf))
-                leaves[i] = leaf.astype(self.dtypes[i])
-        if self._derived:
-            self._check_derived(leaves, sizes)
-        return leaves
-
-    def _arrange(self, plain: Any, value: Any, path: Path, args: Path) -> Any:
-        """The leaves of ``value`` in the containers of ``plain``; ValueError if they do not fit."""
-        expected, names, inner = level(plain)
-        kind, keys, children = level(value)
-        if kind != expected or set(keys) != set(names):
-            raise UserInputError(self._differ(path, args))
-        if kind == LEAF:
-            return children[0]
-        given = dict(zip(keys, children, strict=True))
-        pairs = zip(names, inner, strict=True)
-        found = {n: self._arrange(child, given[n], (*path, n), args) for n, child in pairs}
-        return found if kind == "dict" else None if kind is None else type(plain)(found.values())
-
-    def _differ(self, path: Path, args: Path) -> str:
-        leaves: list[Any] = []
-        try:
-            tree = describe(args, leaves)
-            found = repr(_restore(tree, map(_described, leaves)))
-        except TypeError as error:
-            found = f"what they are: {error}"
-        keys = "".join(f"[{key!r}]" for key in path[1:])
-        where = f"argument {path[0]}{keys} differs" if path else "there are more or fewer"
-        return f"{self.name} takes the arguments {cut(self._shown)}, not {cut(found)}: {where}"
-
-    def _wrong(self, i: int, leaf: Any, sizes: Mapping[str, Any]) -> ValueError:
-        kind = self.kinds[i]
-        words = re.findall(r"\w+", repr(kind))
-        known = ", ".join(f"{name}={size}" for name, size in sizes.items() if name in words)
-        more = f" with {known}" if known else ""
-        named = any(isinstance(dim, str) for dim in kind.shape)
-        least = "; named sizes are 1 or more" if named and 0 in getattr(leaf, "shape", ()) else ""
-        first, *keys = self._paths[i]
-        return UserInputError(
-            f"{self.name}: argument {first.idx}{jax.tree_util.keystr(tuple(keys))} must be "
-            f"{kind}{more}, not {_described(leaf)}{least}"
-        )
-
-    def _check_derived(self, leaves: Sequence[Any], sizes: dict[str, Any]) -> None:
-        """Checks sizes that are arithmetic over known names; jax.export checks the others."""
-        for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
-            for size, dim in zip(leaf.shape, kind.shape, strict=True):
-                try:
-                    with naming(sizes):
-                        expected = to_size(dim)
-                except (ValueError, NotImplementedError):
-                    continue
-                if size != expected:
-                    raise self._wrong(i, leaf, sizes)
-
-
-def _same(shape: Path, kind: ArrayKind, sizes: dict[str, Any]) -> bool:
-    """Whether a shape matches ``kind``; new names are added to ``sizes``."""
-    if len(shape) != len(kind.shape):
-        return False
-    for size, dim in zip(shape, kind.shape, strict=True):
-        if isinstance(dim, int):
-            expected = dim
-        elif dim.isidentifier():
-            expected = sizes.setdefault(dim, size)
-        else:
-            continue
-        if size != expected or (isinstance(size, int) and size < 1 and isinstance(dim, str)):
-            return False
-    return True
-
-
-class _Text(str):
-    """A string whose repr has no quotes."""
-
-    __repr__ = str.__str__
-
-
-def _described(leaf: Any) -> _Text:
-    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-    return _Text(ArrayKind.of(leaf) if is_array else type(leaf).__name__)
-
-
-def cut(text: str, limit: int = 300) -> str:
-    """A text for a message, cut to ``limit`` characters."""
-    return text if len(text) <= limit else f"{text[:limit]}…"
+def _take(leaves: Iterator[Any], count: int) -> list[Any]:
+    found = list(itertools.islice(leaves, count))
+    if len(found) < count:
+        raise ValueError(_OTHER_NUMBER)
+    return found

@@ -23,12 +23,11 @@ from ...dtype import DType
 from ...graph.symbolic import naming, sizes_of
 from ...graph.tensor_type import TensorType
 from ...graph.value import TensorValue
-from ...graph.weight.weight import Weight
 from ...nn.layer import Module
 from ...storage.save.durable import replace_file, writable_path
 from ...storage.strict_json import load_json
-from .file import MAGIC, PREFIX, ProgramHeader, WeightEntry
-from .signature import Signature, describe
+from .file import MAGIC, PREFIX, ProgramHeader
+from .signature import Signature, declared, describe, names_in, weights_of
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -54,15 +53,16 @@ def export(
         spec: shapes and dtypes of the arguments of ``model.__call__``: one spec, or a tuple with
             one for each argument. A spec is a ``jax.ShapeDtypeStruct`` (whose sizes may be
             symbolic ones of ``jax.export``), an array, a TensorType, or a pytree of them. For a
-            TensorType, whose sizes may be names, the model gets a TensorValue, else an array.
+            TensorType, whose sizes may be names, the model gets a TensorValue, else an array. A Module,
+            loaded or not, is given to the program as ``model``'s own weights are: by names.
         path: path of the file; an existing file is replaced once the new one is on disk.
         platforms: platforms to run on, of "cpu", "cuda", "rocm" and "tpu"; JAX's default
             backend if not given.
         vjp_order: number of times the program can be differentiated in reverse mode.
 
     Raises:
-        TypeError: ``model`` is not a Module, a leaf of ``spec`` is not a spec, a key of a dict is
-            neither a string nor an integer, or an argument or the result holds a LayerStack.
+        TypeError: ``model`` is not a Module, a leaf of ``spec`` is not a spec, or a key of a dict is
+            neither a string nor an integer.
         ValueError: a platform is unknown, ``vjp_order`` is negative, a weight has no known shape, or the
             model has to know more about a named size.
         CheckpointSaveError: the file cannot be written; an existing file is unchanged.
@@ -89,37 +89,45 @@ def export(
         raise TypeError(f"export() takes a Module, not {type(model).__name__}")
     if type(vjp_order) is not int or vjp_order < 0:
         raise ValueError(f"vjp_order must be an integer of at least 0, not {vjp_order!r}")
-    name = writable_path(path)
+    path = writable_path(path)
     chosen = _platforms(platforms)
     model = _unplaced(model)
-    weights, leaves, types = _weights(model)
-    specs = spec if type(spec) is tuple else (spec,)
-    _refuse_stacks(specs)
+    specs = _unplaced(spec if type(spec) is tuple else (spec,))
+    weights, types = weights_of(model)
     flat: list[Any] = []
     arguments = describe(specs, flat)
+    for held, leaves in [(weights, types), *Signature(arguments, ()).models(flat)]:
+        for names, leaf in zip(held.leaves, leaves, strict=True):
+            _require_type(names_in(names)[0], leaf)
     with _without_paths():
-        program, results = _trace(model, types, specs, flat, chosen)
+        program, results = _trace((model, *specs), types, flat, chosen)
         blob = bytes(program.serialize(vjp_order=vjp_order))
-    inputs = tuple(map(_declared, flat, program.in_avals[len(types) :]))
+    inputs = tuple(map(declared, flat, program.in_avals[len(types) :]))
     outputs = tuple(str(aval.dtype) for aval in program.out_avals)
     # Read from sys.modules: the package is always loaded, and this file must not import it.
     version = sys.modules[__name__.partition(".")[0]].__version__
     header = ProgramHeader(
-        type(model).__name__, version, jax.__version__, vjp_order, weights, leaves,
+        type(model).__name__, version, jax.__version__, vjp_order, weights,
         Signature(arguments, inputs), Signature(results, outputs),
         len(blob), hashlib.sha256(blob).hexdigest(),
     )  # fmt: skip
-    _write(name, header, blob)
+    _write(path, header, blob)
 
 
-def _unplaced(model: Module) -> Module:
-    """The model as on one device, because files have no mesh; if it was sharded, a copy without values."""
-    if all(holder.sharding is None for holder in model._mx_definition()[1]):
-        return model
-    free = jax.tree.map(lambda leaf: leaf, model)
-    for holder in free._mx_definition()[1]:
-        holder.stored.put(holder.stored.blank())
-    return free.to(jax.devices()[0])
+def _unplaced(tree: Any) -> Any:
+    """Models as on one device, because files have no mesh; copies without values of those that were sharded."""
+
+    def unplaced(value: Any) -> Any:
+        if not isinstance(value, Module):
+            return value
+        if all(holder.sharding is None for holder in value._mx_definition()[1]):
+            return value
+        free = jax.tree.map(lambda leaf: leaf, value)
+        for holder in free._mx_definition()[1]:
+            holder.stored.put(holder.stored.blank())
+        return free.to(jax.devices()[0])
+
+    return jax.tree.map(unplaced, tree, is_leaf=lambda value: isinstance(value, Module))
 
 
 def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
@@ -136,43 +144,7 @@ def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
 # --- the program ----------------------------------------------------------------------------
 
 
-def _weights(
-    model: Module,
-) -> tuple[dict[str, WeightEntry], tuple[str | tuple[str, ...], ...], list[jax.ShapeDtypeStruct]]:
-    """The weights by the names of a state dict, the names of each leaf, and the leaves' types."""
-    definition, holders = model._mx_definition()
-    by_name, aliases = model._mx_names()
-    known = {id(weight): name for name, weight in by_name.items()}
-    others: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
-        others.setdefault(name, []).append(alias)
-    found: dict[str, WeightEntry] = {}
-    leaves: list[str | tuple[str, ...]] = []
-    types = []
-    for full, holder in zip(definition.names, holders, strict=True):
-        type_ = _flat(_type_of_weight(full, holder), holder)
-        types.append(type_)
-        # A stack is one array in the program; outside, each of its slices has its own name.
-        pairs = zip(holder.stored.weights, holder.stored.names(full), strict=True)
-        names = [known.get(id(weight), name) for weight, name in pairs]
-        leaves.append(names[0] if isinstance(holder, Weight) else tuple(names))
-        for name in names:
-            found[name] = WeightEntry(_declared(holder.stored, type_), tuple(others.get(name, ())))
-    order = [name for name in by_name if name in found]
-    return {name: found[name] for name in [*order, *found]}, tuple(leaves), types
-
-
-def _flat(type_: jax.ShapeDtypeStruct, holder: Any) -> jax.ShapeDtypeStruct:
-    """The type in the program, where a stack of stacks has one leading axis: that of its names."""
-    spans = holder.stored.spans
-    if len(spans) < 2:
-        return type_
-    shape = (holder.stored.count, *type_.shape[len(spans) :])
-    return jax.ShapeDtypeStruct(shape, type_.dtype, sharding=type_.sharding)
-
-
-def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
-    leaf = holder.stored.leaf
+def _require_type(name: str, leaf: Any) -> None:
     if not hasattr(leaf, "shape"):
         raise ValueError(
             f"weight '{name}' has no shape: its dimensions are symbolic, or it is not an array"
@@ -181,49 +153,35 @@ def _type_of_weight(name: str, holder: Any) -> jax.ShapeDtypeStruct:
         DType.of(leaf.dtype)
     except (TypeError, ValueError) as error:
         raise ValueError(f"weight '{name}': {error}") from None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _declared(declared: Any, found: Any) -> str:
-    """The name of the dtype; for integers that JAX narrowed to 32 bits, the 64-bit dtype that files have."""
-    name = str(found.dtype)
-    if name not in ("int32", "uint32"):
-        return name
-    dtype = DType.of(declared.dtype)
-    return dtype.name if jax.dtypes.canonicalize_dtype(dtype.np) == found.dtype else name
 
 
 def _trace(
-    model: Module, weights: Sequence[Any], specs: Any, flat: Sequence[Any], platforms: Sequence[str]
+    called: tuple[Any, ...], weights: Sequence[Any], flat: Sequence[Any], platforms: Sequence[str]
 ) -> tuple[Any, Any]:
-    """The ``jax.export.Exported`` of the model's call, and the tree of its results."""
+    """The ``jax.export.Exported`` of a model's call, and the tree of its results.
+
+    Args:
+        called: the model, and the specs of its arguments.
+        weights, flat: types of the arrays that the program takes for them.
+    """
     from jax import export as jax_export
 
-    treedef, in_tree = jax.tree.structure(model), jax.tree.structure(specs)
-    leads = [holder.stored.lead for holder in model._mx_definition()[1]]
+    kinds, tree = jax.tree.flatten(called)
     trees = []
 
     def run(weights: list[Any], leaves: list[Any]) -> list[Any]:
-        weights = [
-            weight.reshape(*lead, *weight.shape[1:]) if len(lead) > 1 else weight
-            for weight, lead in zip(weights, leads, strict=True)
-        ]
-        module = jax.tree.unflatten(treedef, weights)
-        given = [
-            TensorValue(leaf) if isinstance(kind, TensorType) else leaf
-            for leaf, kind in zip(leaves, flat, strict=True)
-        ]
+        given = [_as_leaf(*both) for both in zip([*weights, *leaves], kinds, strict=True)]
+        module, *args = jax.tree.unflatten(tree, given)
         results: list[Any] = []
-        result = module(*jax.tree.unflatten(in_tree, given))
-        _refuse_stacks(result)
-        trees.append(describe(result, results))
+        trees.append(describe(module(*args), results))
         return [jnp.asarray(result) for result in results]
 
-    run.__name__ = type(model).__name__
+    run.__name__ = type(called[0]).__name__
     with naming(_sizes(flat)):
+        held = [jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights]
         types = [_type_of_spec(i, kind) for i, kind in enumerate(flat)]
         try:
-            exported = jax_export.export(jax.jit(run), platforms=platforms)(list(weights), types)
+            exported = jax_export.export(jax.jit(run), platforms=platforms)(held, types)
         except jax.errors.InconclusiveDimensionOperation as error:
             raise ValueError(
                 f"{run.__name__} has to know more about a size than its name: {str(error).splitlines()[0]} Give "
@@ -245,12 +203,11 @@ def _sizes(flat: Sequence[Any]) -> dict[str, Any]:
         return {**sizes_of(names - set(known)), **known}
 
 
-def _refuse_stacks(tree: Any) -> None:
-    """Refuses a LayerStack in arguments or results, because the file does not store a stack's layout."""
-    for value in jax.tree.leaves(tree, is_leaf=lambda value: isinstance(value, Module)):
-        if isinstance(value, Module) and value._mx_definition()[0].stacked:
-            what = f"{type(value).__name__}, an argument or a result,"
-            raise TypeError(f"{what} holds a LayerStack: unstack() it first")
+def _as_leaf(array: Any, kind: Any) -> Any:
+    """An array of the program as a leaf of what is called: a TensorValue, or a stack of stacks."""
+    if isinstance(kind, TensorType):
+        return TensorValue(array)
+    return array if array.ndim == len(kind.shape) else array.reshape(kind.shape)
 
 
 def _type_of_spec(i: int, spec: Any) -> jax.ShapeDtypeStruct:

@@ -20,7 +20,7 @@ import pytest
 from jax import export as jax_export
 from safetensors.numpy import save_file
 
-import maxjax.engine.export.program as exported_module
+import maxjax.engine.export.arguments as arguments_module
 from maxjax import nn
 from maxjax.dtype import DType
 from maxjax.engine.export.file import MAGIC, PREFIX, ProgramHeader
@@ -44,6 +44,7 @@ from maxjax.graph.placement.mesh import make_mesh
 from maxjax.graph.weights import WeightData, load_weights
 from maxjax.kernels import native
 from maxjax.models import BertConfig, BertModel
+from maxjax.nn.layer import ExpertStack
 from maxjax.storage.limits import Limits
 from tests.fill import filled
 from tests.products import campaign_but
@@ -509,12 +510,203 @@ def test_one_spec_need_not_be_in_a_tuple(path):
     assert load_exported(path)({}, np.ones(2, np.float32)) is None
 
 
+# --- models as arguments and results --------------------------------------------------------
+
+
 def test_a_module_as_an_argument(path):
     export(calling(lambda model, x: (model(x), model)), (linear(), sds(3, 4)), path)
     model = filled(linear())
-    found, back = load_exported(path)({}, {"weight": model.weight.value}, X)
+    program = load_exported(path)
+    assert program.inputs == ({"weight": sds(4, 4)}, sds(3, 4))
+    found, back = program({}, {"weight": model.weight.value}, X)
     assert bits(found) == bits(run(model, X)) and bits(back) == bits(model.state_dict())
-    assert bits(load_exported(path)({}, model, X)[0]) == bits(found)
+    assert bits(program({}, model, X)[0]) == bits(found)
+
+
+def applied(model, h, caches):
+    """Something of a model's results, and a model of the same structure."""
+    h, caches = model(h, caches)
+    return h, caches, jax.tree.map(lambda leaf: 2 * leaf, model)
+
+
+@pytest.mark.parametrize("stack", [True, False])
+def test_a_model_is_given_by_the_names_of_a_checkpoint(net, path, tmp_path, stack):
+    """Stacked or not: from all that ``bind`` takes, and from a model of either kind."""
+    export(calling(applied), (Net(stack=stack), *NET), path)
+    program, state = load_exported(path), net.state_dict()
+    assert list(program.inputs[0]) == list(program.outputs[2]) == list(net.raw_state_dict())
+    assert program.inputs[0]["layers.1.mlp.1.bias"] == sds(4)
+    assert b"*" not in header_of(path)
+    model = Net(stack=stack)
+    model.load_state_dict(state)
+    want = run(model, *NET_ARGS)
+    host = {name: np.asarray(value) for name, value in state.items()}
+    other = Net(stack=not stack)
+    other.load_state_dict(state)
+    save_file({**host, "something.else": np.ones(3, np.int8)}, tmp_path / "m.safetensors")
+    tied = {**host, "head.weight": host["embed.weight"]}
+    del tied["embed.weight"]
+    data = {name: WeightData.from_numpy(value, name) for name, value in host.items()}
+    with load_weights(tmp_path / "m.safetensors") as weights:
+        for given in (state, host, tied, data, weights, model, other, net.raw_state_dict()):
+            *found, twice = program({}, given, *NET_ARGS)
+            assert bits(found) == bits(want)
+            assert list(twice) == list(state)
+            for name, value in twice.items():
+                np.testing.assert_array_equal(value, 2 * host[name])
+    again = program({}, twice, *NET_ARGS)[2]
+    np.testing.assert_array_equal(again["layers.2.mlp.0.weight"], 4 * host["layers.2.mlp.0.weight"])
+    bound = program.bind({})
+    assert bits(bound(host, *NET_ARGS)[:2]) == bits(want)
+
+
+def test_a_model_itself_binds_its_weights(net, net_file):
+    program, want = load_exported(net_file), bits(run(net, *NET_ARGS))
+    single = Net(stack=False)
+    single.load_state_dict(net.state_dict())
+    for model in (net, single):
+        assert bits(program(model, *NET_ARGS)) == bits(program.bind(model)(*NET_ARGS)) == want
+    with pytest.raises(ValueError, match="Missing required weights: embed.weight, layers.0.mlp"):
+        program(Net(), *NET_ARGS)
+
+
+def test_what_is_wrong_with_a_model_among_the_arguments(net, path, tmp_path):
+    export(calling(applied), (Net(), *NET), path)
+    program, state = load_exported(path), net.state_dict()
+    bad = {**state, "embed.weight": np.ones((4, 5), np.float32)}
+    del bad["layers.0.mlp.0.weight"]
+    with pytest.raises(ValueError) as caught:
+        program({}, bad, *NET_ARGS)
+    for text in (
+        "the weights do not fit argument 0 of the exported Call",
+        "'embed.weight' had different shape (expected=(4, 4), actual=(4, 5))",
+        "Missing required weights: layers.0.mlp.0.weight",
+    ):
+        assert text in str(caught.value)
+    save_file({"embed.weight": np.ones((4, 4), np.float32)}, tmp_path / "bad.safetensors")
+    with load_weights(tmp_path / "bad.safetensors") as weights:
+        with pytest.raises(CheckpointMismatchError, match="bad.safetensors: .* fit argument 0"):
+            program({}, weights, *NET_ARGS)
+    with pytest.raises(ValueError, match="argument 0 differs"):
+        program({}, X, *NET_ARGS)
+    with pytest.raises(ValueError, match="there are more or fewer"):
+        program({}, state, X)
+    with pytest.raises(
+        ValueError, match=r"argument 1 must be float32\[3, 4\], not float32\[2, 4\]"
+    ):
+        program({}, state, X[:2], NET_ARGS[1])
+
+
+def test_a_step_of_training_with_a_state_of_models(net, path):
+    """A state that holds models: the program of one step is called with its own results."""
+
+    def step(model, state, h, caches):
+        loss = lambda model: jnp.sum(model(h, caches)[0] ** 2)
+        value, gradient = jax.value_and_grad(loss)(model)
+        momentum = jax.tree.map(lambda m, g: 0.5 * m + g, state["momentum"], gradient)
+        model = jax.tree.map(lambda w, m: w - 0.01 * m, model, momentum)
+        return value, model, {"momentum": momentum, "count": state["count"] + 1}
+
+    state = {"momentum": jax.tree.map(jnp.zeros_like, net), "count": jnp.zeros((), jnp.int32)}
+    export(calling(step), (Net(), state, *NET), path)
+    program = load_exported(path)
+    want, held, found = (net, state), state, (net.state_dict(), state)
+    found = found[0], {"momentum": state["momentum"].state_dict(), "count": state["count"]}
+    for _ in range(3):
+        value, *want = jax.jit(step)(*want, *NET_ARGS)
+        got, *found = program({}, *found, *NET_ARGS)
+        np.testing.assert_allclose(got, value, rtol=1e-5)
+    assert held is state and int(found[1]["count"]) == 3
+    for name, weight in want[0].raw_state_dict().items():
+        np.testing.assert_allclose(found[0][name], weight.value, rtol=1e-5, atol=1e-6)
+    for name, weight in want[1]["momentum"].raw_state_dict().items():
+        np.testing.assert_allclose(found[1]["momentum"][name], weight.value, rtol=1e-4, atol=1e-4)
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = ExpertStack(linear(), 2)
+        self.out = linear(bias=True)
+
+    def __call__(self, h):
+        every = jnp.einsum("hi,eoi->ho", h, self.experts.holder("weight").operand())
+        return self.out(every)
+
+
+class Experts(nn.Module):
+    """Stacks in the layers of a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.LayerList(Expert() for _ in range(3)).stack()
+
+    def __call__(self, h):
+        return self.layers.scan(h)
+
+
+def test_stacks_of_stacks(path):
+    model = filled(Experts())
+    want, state = bits(run(model, X)), model.state_dict()
+    assert "layers.2.experts.1.weight" in state
+    export(Experts(), sds(3, 4), path)
+    assert bits(load_exported(path)(state, X)) == bits(load_exported(path)(model, X)) == want
+    export(calling(lambda model, h: (model(h), model)), (Experts(), sds(3, 4)), path)
+    for given in (state, model):
+        found, back = load_exported(path)({}, given, X)
+        assert bits(found) == want and list(back) == list(state) and bits(back) == bits(state)
+
+
+def test_a_model_on_a_mesh_as_an_argument(net, path):
+    placed = filled(Net())
+    placed.to(make_mesh(model=2))
+    export(calling(applied), (placed, *NET), path)
+    found = load_exported(path)({}, placed.state_dict(), *NET_ARGS)
+    for one, other in zip(found[:2], run(filled(Net()), *NET_ARGS), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_cache_of_a_named_size_as_a_module(path):
+    class Cache(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.keys = Weight("keys", "float32", (1, 4), CPU)
+            self.ids = Weight("ids", "int64", (3,), CPU)
+            self.keys.value = rows
+
+    (n,) = jax_export.symbolic_shape("n")
+    cache = Cache(jnp.zeros((1, 4)))
+    leaves = [sds(n, 4), sds(3, dtype=np.int32)]
+    spec = jax.tree.unflatten(jax.tree.structure(cache), leaves)
+    export(calling(lambda cache, x: (x + cache.keys, cache.ids.value)), (spec, sds(n, 4)), path)
+    program, ids = load_exported(path), jnp.arange(3, dtype=jnp.int32)
+    for rows in (2, 3):
+        found, _ = program({}, {"keys": X[:rows], "ids": ids}, X[:rows])
+        assert bits(found) == bits(X[:rows] + X[:rows])
+    with pytest.raises(ValueError, match="with n=2, not float32"):
+        program({}, {"keys": X[:2], "ids": ids}, X)
+
+
+def test_models_as_arguments_under_jit_and_grad(net, path):
+    export(calling(lambda model, h, caches: model(h, caches)[0]), (Net(), *NET), path, vjp_order=1)
+    program, state = load_exported(path), net.state_dict()
+    loss = lambda state, h: jnp.sum(program({}, state, h, NET_ARGS[1]) ** 2)
+    plain = lambda model, h: jnp.sum(model(h, NET_ARGS[1])[0] ** 2)
+    want = jax.grad(plain)(net, jnp.asarray(X)).raw_state_dict()
+    for transform in (lambda f: f, jax.jit):
+        found = transform(jax.grad(loss))(state, jnp.asarray(X))
+        assert set(found) == set(state)
+        for name, weight in want.items():
+            np.testing.assert_allclose(found[name], weight.value, rtol=1e-5, atol=1e-5)
+        of_model = transform(jax.grad(loss))(net, jnp.asarray(X))
+        for name, weight in of_model.raw_state_dict().items():
+            np.testing.assert_allclose(weight.value, found[name], rtol=1e-6, atol=1e-6)
+
+
+def test_files_of_the_format_before_models_are_read(net, net_file, path):
+    path.write_bytes(net_file.read_bytes())
+    rewritten(path, lambda header: {**header, "format": 2})
+    assert bits(load_exported(path)(net.state_dict(), *NET_ARGS)) == bits(run(net, *NET_ARGS))
 
 
 def test_a_random_key_and_other_dtypes(path):
@@ -565,10 +757,8 @@ def test_what_cannot_be_exported(path):
     model.weight = Weight("weight", "float32", ("n", 4), CPU)
     with pytest.raises(ValueError, match="weight 'weight' has no shape"):
         export(model, sds(2, 4), path)
-    with pytest.raises(
-        TypeError, match="Net, an argument or a result, holds a LayerStack: unstack"
-    ):
-        export(calling(lambda model, h, caches: model(h, caches)), (Net(), *NET), path)
+    with pytest.raises(ValueError, match="weight 'weight' has no shape"):
+        export(calling(lambda model, x: model(x)), (model, sds(2, 4)), path)
     deep: Any = sds(2)
     for _ in range(40):
         deep = [deep]
@@ -602,8 +792,8 @@ def test_all_that_is_wrong_with_the_weights_is_said_at_once(net, net_file, tmp_p
             CheckpointMismatchError, match="bad.safetensors: the weights do not fit"
         ):
             program(weights, *NET_ARGS)
-    with pytest.raises(TypeError, match=r"as model.state_dict\(\), not Net"):
-        program.bind(net)
+    with pytest.raises(TypeError, match=r"as model.state_dict\(\), .* not list"):
+        program.bind([net])
     with pytest.raises(ValueError, match="must be an array that supports DLPack"):
         program.bind({**state, "embed.weight": "text"})
     with pytest.raises(ValueError, match="embed.weight' had different dtype .*complex64"):
@@ -669,8 +859,8 @@ def test_a_program_of_64_bits(path):
 
 def test_the_last_binding_is_used_again(net, net_file, monkeypatch):
     made = []
-    place = exported_module._place
-    monkeypatch.setattr(exported_module, "_place", lambda *args: made.append(1) or place(*args))
+    place = arguments_module._place
+    monkeypatch.setattr(arguments_module, "_place", lambda *args: made.append(1) or place(*args))
     program, state = load_exported(net_file), net.state_dict()
     want = bits(program(state, *NET_ARGS))
     assert bits(program(state, *NET_ARGS)) == want and bits(program(dict(state), *NET_ARGS)) == want
@@ -693,8 +883,8 @@ def test_the_last_binding_is_used_again(net, net_file, monkeypatch):
 
 def test_a_checkpoint_is_read_once(net, net_file, tmp_path, monkeypatch):
     made = []
-    place = exported_module._place
-    monkeypatch.setattr(exported_module, "_place", lambda *args: made.append(1) or place(*args))
+    place = arguments_module._place
+    monkeypatch.setattr(arguments_module, "_place", lambda *args: made.append(1) or place(*args))
     save_file({n: np.asarray(v) for n, v in net.state_dict().items()}, tmp_path / "a.safetensors")
     program = load_exported(net_file)
     with load_weights(tmp_path / "a.safetensors") as weights:
@@ -892,7 +1082,7 @@ def test_other_files(path):
 
 
 HEADERS = {
-    "a later version": (lambda h: {**h, "format": 3}, "later version"),
+    "a later version": (lambda h: {**h, "format": 4}, "later version"),
     "an earlier version": (lambda h: {**h, "format": 1}, "an earlier version"),
     "no version": (lambda h: {k: v for k, v in h.items() if k != "format"}, "'format' is None"),
     "a list": (lambda h: [], "'format' is None"),
@@ -920,6 +1110,14 @@ HEADERS = {
     "inputs and leaves": (lambda h: {**h, "inputs": {**h["inputs"], "dtypes": []}}, "the wrong number of leaves"),
     "inputs that are no tuple": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {"list": ["leaf"] * 2}}},
                                  "not a tuple"),
+    "a model without fields": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {"tuple": [{"model": 3}, "leaf"]}}},
+                               "'weights' is None"),
+    "a model of other layers": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {"tuple": [
+        {"model": {"weights": {n: {"dtype": "float32", "aliases": []} for n in "ab"}, "leaves": [["a", "b"]]}},
+        "leaf"]}}}, "float32[3, 4] is listed as 2 layers"),
+    "a model with too many leaves": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {"tuple": [
+        {"model": {"weights": {n: {"dtype": "float32", "aliases": []} for n in "abc"}, "leaves": ["a", "b", "c"]}},
+        ]}}}, "the wrong number of leaves"),
     "no tree": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {"set": []}}}, "is not a valid tree"),
     "keys of two kinds": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {
         "dict": [["a", "leaf"], [1, "leaf"]]}}}, "is not a valid tree"),
@@ -1113,8 +1311,8 @@ def test_links_and_modes_are_kept(tmp_path):
 def test_a_header_reads_back(net_file):
     header = ProgramHeader.read(json.loads(header_of(net_file)))
     assert json.loads(json.dumps(header.json())) == json.loads(header_of(net_file))
-    assert header.weights["embed.weight"].aliases == ("head.weight",)
-    assert DType.of(header.weights["embed.weight"].dtype) is DType.float32
+    assert header.weights.weights["embed.weight"].aliases == ("head.weight",)
+    assert DType.of(header.weights.weights["embed.weight"].dtype) is DType.float32
 
 
 @pytest.mark.default("sizes1-True")
