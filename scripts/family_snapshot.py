@@ -34,6 +34,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ NEAR = 1e-5
 LENGTHS, CHUNK, STEPS = (20, 13), 10, 3
 TEXTS = ["The cat sat on the mat.", "where is the dog, and what does it want?"]
 GGUF_KINDS: dict[str, dict[str, Any]] = {"f32": {"dtype": "float32"}, "q8_0": {"quantize": "q8_0"}}
+IN_PROCESS = 40  # cases that one process runs
 SHOWN = 6  # differences that are printed of each part
 Record = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -518,15 +520,16 @@ def names_in(folder: Path) -> list[str]:
 
 
 def chunks(names: list[str], jobs: int) -> list[list[str]]:
-    """Names for one process each: families in parts of about ten, and no fewer parts than jobs."""
-    families: dict[str, list[str]] = {}
+    """Names for one process each: first the first case of every family, then the second ones, and so on."""
+    counts: Counter[str] = Counter()
+    ranks = {}
     for name in names:
-        families.setdefault(name.split("/")[0], []).append(name)
-    if len(families) < 2 * jobs:
-        return [part for part in (names[i::jobs] for i in range(jobs)) if part]
-    groups = list(families.values())
-    count = max(jobs, len(groups) // 10)
-    return [sum(groups[i::count], []) for i in range(count)]
+        family = name.split("/")[0]
+        ranks[name] = counts[family]
+        counts[family] += 1
+    ordered = sorted(names, key=lambda name: ranks[name])
+    size = min(IN_PROCESS, -(-len(names) // jobs))
+    return [ordered[at : at + size] for at in range(0, len(ordered), size)]
 
 
 def run_parts(command: str, folder: Path, names: list[str], jobs: int) -> Iterator[dict[str, Any]]:
