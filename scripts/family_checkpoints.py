@@ -22,7 +22,7 @@ from maxjax.models.multimodal import ARCHITECTURES, SIGHT, TEXTS
 from scripts.family_snapshot import Snapshot
 from scripts.random_decoders import generator, respelled, within
 from tests.engine import sentence_models
-from tests.models import quantizers, test_bert, test_encoders, test_multimodal
+from tests.models import quantizers, test_bert, test_encoders, test_multimodal, test_mxfp4
 from tests.models.families import draws
 from tests.models.families.cases import Case, every
 from tests.models.gguf import files as llama_cpp_files
@@ -31,6 +31,11 @@ from tests.oracles.recorded import transformers
 
 DRAWN = 3  # configurations of each family of decoders
 LABELS = 3
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True, "head_dim": 32,
+    "num_hidden_layers": 2,
+}  # fmt: skip
 
 
 def snapshots() -> list[Snapshot]:
@@ -38,7 +43,6 @@ def snapshots() -> list[Snapshot]:
     recorded.start("ask", absent=False)
     found = [
         *decoders(),
-        *drawn(),
         *multimodal(),
         *encoders(),
         *embedders(),
@@ -66,22 +70,28 @@ def changed(
 
 
 def decoders() -> Iterator[Snapshot]:
-    """The known cases of each family, and of the first its other architectures and a classifier."""
+    """The known cases of each family and random ones, the other architectures, and a classifier.
+
+    What is most unlike the others comes first.
+    """
     names = {one.model_type: one.architectures for one in reversed(maxjax.models.families())}
-    seen = set()
-    for case in every():
-        is_first = case.family not in seen
-        seen.add(case.family)
-        yield Snapshot(f"{case.family}/{case.name}", case.model)
-        if not is_first:
-            continue
-        yield Snapshot(f"{case.family}/{case.name} varied", case.model, True)
-        for name in names[case.family]:
-            if name != case.kind:
-                yield Snapshot(
-                    f"{case.family}/{name}", functools.partial(other_architecture, case, name)
-                )
-        yield Snapshot(f"{case.family}/classifier", functools.partial(classifier, case))
+    for family in draws.names():
+        cases = [case for case in every() if case.family == family]
+        for case in cases[:1]:
+            yield Snapshot(f"{family}/{case.name}", case.model)
+            yield Snapshot(f"{family}/{case.name} varied", case.model, True)
+        yield Snapshot(f"{family}/drawn 0", functools.partial(write_drawn, family, 0))
+        yield Snapshot(f"{family}/drawn 0 varied", functools.partial(write_drawn, family, 0), True)
+        for case in cases[:1]:
+            yield Snapshot(f"{family}/classifier", functools.partial(classifier, case))
+            for name in names[family]:
+                if name != case.kind:
+                    write = functools.partial(other_architecture, case, name)
+                    yield Snapshot(f"{family}/{name}", write)
+        for case in cases[1:]:
+            yield Snapshot(f"{family}/{case.name}", case.model)
+        for seed in range(1, DRAWN):
+            yield Snapshot(f"{family}/drawn {seed}", functools.partial(write_drawn, family, seed))
 
 
 def other_architecture(case: Case, name: str, directory: Path) -> None:
@@ -119,15 +129,6 @@ def classifier(case: Case, directory: Path) -> None:
     )
 
 
-def drawn() -> Iterator[Snapshot]:
-    """Random configurations of each family, in the spelling of old files or new ones."""
-    for family in draws.names():
-        for seed in range(DRAWN):
-            yield Snapshot(
-                f"{family}/drawn {seed}", functools.partial(write_drawn, family, seed), not seed
-            )
-
-
 def write_drawn(family: str, seed: int, directory: Path, **fixed: Any) -> None:
     """A random configuration's checkpoint."""
     one = draws.draw(family, generator(family, seed))
@@ -138,18 +139,24 @@ def write_drawn(family: str, seed: int, directory: Path, **fixed: Any) -> None:
 
 def multimodal() -> Iterator[Snapshot]:
     """Each architecture of a multimodal model with each of its text models, and those that transformers writes."""
+    kinds: set[str] = set()
     for number, (architecture, kind) in enumerate(ARCHITECTURES.items()):
-        for name in TEXTS[kind]:
+        group = f"multimodal {kind}"
+        for name in TEXTS[kind] if kind not in kinds else [None]:
             write = functools.partial(write_multimodal, architecture, kind, name, number)
-            yield Snapshot(f"multimodal/{architecture} {name}", write)
+            yield Snapshot(f"{group}/{architecture} {name}", write)
+        if kind in kinds:
+            continue
+        kinds.add(kind)
+        if architecture in test_multimodal.KINDS:
+            write = functools.partial(test_multimodal.theirs, architecture)
+            yield Snapshot(f"{group}/{architecture} whole", write)
         if "omni" in kind:
             write = functools.partial(write_thinker, architecture, kind, number)
-            yield Snapshot(f"multimodal/{architecture} thinker", write)
+            yield Snapshot(f"{group}/{architecture} thinker", write)
         if TEXTS[kind][None].flat:
             write = functools.partial(write_flat, architecture, kind, number)
-            yield Snapshot(f"multimodal/{architecture} flat", write)
-    for kind in test_multimodal.KINDS:
-        yield Snapshot(f"multimodal/{kind} whole", functools.partial(test_multimodal.theirs, kind))
+            yield Snapshot(f"{group}/{architecture} flat", write)
 
 
 def write_multimodal(
@@ -229,6 +236,8 @@ def encoders() -> Iterator[Snapshot]:
         write = functools.partial(published, getattr(test_encoders, name))
         yield Snapshot(f"published/{name}", write)
         yield Snapshot(f"published/{name} varied", write, True)
+    scored = test_encoders.GTE | {"architectures": ["NewForSequenceClassification"]}
+    yield Snapshot("published/GTE classifier", functools.partial(published, scored))
     yield Snapshot("published/JINA adapted", jina)
 
 
@@ -268,7 +277,11 @@ def embedders() -> Iterator[Snapshot]:
 
 
 def quantised() -> Iterator[Snapshot]:
-    """Quantised Llamas of each format, and a mixture of experts of some."""
+    """Quantised Llamas of each format, mixtures of experts of some, and gpt-oss in MXFP4."""
+    yield Snapshot("quantised/mxfp4", test_mxfp4.checkpoint)
+    for name in ("fp8 blocks", "gptq 4 order"):
+        write = functools.partial(write_quantised, quantizers.CASES[name], QWEN3_MOE)
+        yield Snapshot(f"quantised/experts {name}", write)
     for name, case in quantizers.CASES.items():
         yield Snapshot(f"quantised/{name}", functools.partial(write_quantised, case, {}))
 
