@@ -9,7 +9,7 @@ whose Weights are views, and names in state dicts remain ``layers.3.weight``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....graph.weight.epoch import structure_changed
@@ -232,6 +232,7 @@ class LayerStack(LayerList, is_stack=True):
         carry: Any,
         *xs: Any,
         index: str | None = None,
+        call: Callable[..., Any] | None = None,
         remat: Any = None,
         unroll: int | bool = 1,
         **shared: Any,
@@ -244,6 +245,8 @@ class LayerStack(LayerList, is_stack=True):
             xs: values for each layer, such as a cache: pytrees of arrays ``[n, ...]``, a list
                 of n pytrees, or the result of :meth:`per_layer`.
             index: name of a keyword argument in which each layer gets its index.
+            call: function that runs a layer: ``call(layer, carry, *x, **shared)`` in place of
+                ``layer(carry, *x, **shared)``. It must be hashable, such as a function of a module.
             remat: rematerialisation under differentiation: True recomputes everything inside a
                 layer instead of storing it; otherwise a policy of ``jax.checkpoint_policies``
                 or its name. None stores everything.
@@ -283,7 +286,7 @@ class LayerStack(LayerList, is_stack=True):
         if not isinstance(unroll, (int, bool)) or unroll < 0:
             raise ValueError(f"unroll is a number of steps or a bool, not {unroll!r}")
         plan = ScanOptions(
-            self._layout, index, policy(remat) if remat else None, unroll, type(unroll)
+            self._layout, index, call, policy(remat) if remat else None, unroll, type(unroll)
         )
         running = RUNNING.modules
         if running and running[-1] is self:  # called by __call__

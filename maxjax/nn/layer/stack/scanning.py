@@ -32,6 +32,7 @@ class ScanOptions(NamedTuple):
 
     layout: StackPattern
     index: str | None
+    call: Callable[..., Any] | None
     remat: Any
     unroll: int | bool
     unroll_type: type  # 1 == True, but they mean different things
@@ -96,7 +97,7 @@ def loop(
     collected = []
     for i, layer in enumerate(stack.layers):
         x = [value[i] for value in values]
-        carry, outputs = _call(layer, shared, plan.index, jnp.int32(i), carry, x)
+        carry, outputs = _call(layer, shared, plan, jnp.int32(i), carry, x)
         collected.append(outputs)
     _check_outputs(collected)
     keep = any(isinstance(x, PerLayer) for x in xs)
@@ -252,7 +253,7 @@ def _runner(
     count = len(constants) + len(dynamic)
     leaves = [constants[i] if i in constants else next(arrays) for i in range(count)]
     shared = jax.tree.unflatten(static.tree, leaves)
-    step = partial(_step, shared, static.plan.index, observed)
+    step = partial(_step, shared, static.plan, observed)
     remat = static.plan.remat
     if remat is None or sliced:
         return step
@@ -279,22 +280,23 @@ class _Body:
 
 
 def _step(
-    shared: Mapping[str, Any], index: str | None, observed: LoopFrame | None,
+    shared: Mapping[str, Any], plan: ScanOptions, observed: LoopFrame | None,
     definition: Definition, leaves: Any, i: Any, carry: Any, x: Any,
 ) -> Any:  # fmt: skip
     layer = rebuild(definition, leaves)
     if observed is None:
-        return *_call(layer, shared, index, i, carry, x), {}
+        return *_call(layer, shared, plan, i, carry, x), {}
     with observed.layer(layer, i) as frame:
-        carry, outputs = _call(layer, shared, index, i, carry, x)
+        carry, outputs = _call(layer, shared, plan, i, carry, x)
     return carry, outputs, frame.taps()
 
 
 def _call(
-    layer: Any, shared: Mapping[str, Any], index: str | None, i: Any, carry: Any, x: Sequence[Any]
+    layer: Any, shared: Mapping[str, Any], plan: ScanOptions, i: Any, carry: Any, x: Sequence[Any]
 ) -> tuple[Any, tuple[Any, ...]]:
-    numbered = {} if index is None else {index: i}
-    return _split(layer(carry, *x, **shared, **numbered), carry)
+    numbered = {} if plan.index is None else {plan.index: i}
+    call = layer if plan.call is None else partial(plan.call, layer)
+    return _split(call(carry, *x, **shared, **numbered), carry)
 
 
 def _split(result: Any, carry: Any) -> tuple[Any, tuple[Any, ...]]:

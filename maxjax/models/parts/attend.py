@@ -1,0 +1,97 @@
+"""Attention as architectures write it: :func:`attend`, the masks, and the axis of heads.
+
+Shapes: B sequences, T tokens, H query heads, K KV heads, head width D. One token per sequence has no axis T.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+
+from ...nn.layer import tap
+from .cache import LayerCache, Mask, scores
+
+C = TypeVar("C", bound=LayerCache)
+
+
+def causal() -> Mask:
+    """Return the mask by which a token attends to itself and to all earlier tokens."""
+    return Mask()
+
+
+def sliding(window: int) -> Mask:
+    """Return the mask by which a token attends to ``window`` tokens: itself and those just before it."""
+    return Mask(window)
+
+
+def chunked(size: int) -> Mask:
+    """Return the mask by which a token attends to the tokens before it in its own chunk of ``size`` positions."""
+    return Mask(size, chunked=True)
+
+
+def bidirectional(radius: int | None = None) -> Mask:
+    """Return the mask by which a token attends to tokens before and after it, at most ``radius`` away."""
+    return Mask(radius, is_causal=False)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    cache: C,
+    mask: Mask = causal(),
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    group: str | None = None,
+) -> tuple[jax.Array, C]:
+    """Compute ``softmax(scale · q kᵀ) v`` for each head, over the tokens of the call and those in the cache.
+
+    Args:
+        q: queries ``[B, T, H, D]``, or ``[B, H, D]`` for one token per sequence; after RoPE.
+        k, v: keys and values ``[B, T, K, D]`` of the same tokens; H is a multiple of K, and H/K neighbouring
+            query heads share one KV head (arXiv:2305.13245). None: the layer attends to what an earlier
+            layer wrote to the same ``group``.
+        cache: the layer's cache.
+        mask: which tokens a token attends to.
+        scale: factor of the scores; ``1/√D`` by default.
+        soft_cap: cap of the scores, which become ``soft_cap · tanh(score / soft_cap)`` (arXiv:2408.00118).
+        sinks: scores ``[H]`` that take part in the softmax and have no value (arXiv:2508.10925).
+        group: group of the cache that has the layer's keys and values, if it is not that of the mask.
+
+    Returns:
+        The heads' results, in the shape of ``q``, and the cache with the new tokens.
+
+    Raises:
+        UserInputError: the mask is not causal and there is a KV cache.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.models.parts import no_cache
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> y, _ = attend(x, x, x, no_cache(3))
+        >>> y.shape
+        (1, 3, 2, 4)
+    """
+    if k is not None and v is not None:
+        cache = cache.write(k, v)
+    y, cache = cache.attend(q, mask, scores(q, scale, soft_cap, sinks), group)
+    return tap("heads", y), cache
+
+
+def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    """Return ``[..., heads · D]`` as ``[..., heads, D]``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> split_heads(jnp.ones((2, 6)), 3).shape
+        (2, 2, 3)
+    """
+    return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    """Return ``[..., heads, D]`` as ``[..., heads · D]``."""
+    return x.reshape(*x.shape[:-2], -1)

@@ -1,0 +1,491 @@
+"""What a layer sees of the tokens before it: :class:`LayerCache`, with the two operations write and attend.
+
+An architecture passes the cache through its layers and calls :func:`~maxjax.models.parts.attend.attend`. Whether
+there is a KV cache, how its slots are arranged, how a mesh divides it and which kernel runs is decided here.
+
+Shapes: B sequences, T tokens, H query heads, K KV heads, S slots of the cache, head width D.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ...dtype import DType, promote
+from ...errors import UserInputError
+from ...graph.placement.arrays import on_mesh
+from ...graph.placement.specs import axis_of
+from ...kernels import explicit
+from ...kernels.attention import (
+    NO_KEY,
+    attention_weights,
+    cached_rows,
+    causal_attention,
+    partial_attention,
+    weighted_values,
+)
+from ...kernels.blocked_attention import Attending
+from ...kernels.sinks import with_sinks
+from ...nn.attention.both_ways import both_ways
+from ...nn.kv_cache.layout import CacheLayout, CachePart, cache_layout
+from ...nn.kv_cache.slots import Slots
+from ...nn.layer import is_tapped, tap
+
+
+class Mask(NamedTuple):
+    """Which tokens a token attends to; made by :func:`causal`, :func:`sliding`, :func:`chunked`, :func:`bidirectional`.
+
+    Attributes:
+        window: number of tokens of a window or a chunk; None: all tokens.
+        chunked: whether the window is the chunk that the token is in, and not the tokens just before it.
+        is_causal: whether a token attends only to itself and to earlier tokens.
+    """
+
+    window: int | None = None
+    chunked: bool = False
+    is_causal: bool = True
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["starts", "counts", "text_lengths", "tokens", "numbers"],
+    meta_fields=["length", "is_step", "capacity", "mesh", "kv_heads"],
+)
+@dataclasses.dataclass(frozen=True)
+class ForwardContext:
+    """Facts about the tokens of one call, which are the same in every layer.
+
+    Attributes:
+        starts: position of each row's first token, ``[B]``, or ``[1]`` for all rows.
+        counts: number of real tokens in each row, ``[B]``; the rest is padding. None: all are real.
+        text_lengths: length of each text, for RoPE whose frequencies depend on it, ``[B or 1]``.
+        tokens: for a decode step, the starts ``[B]``, with -1 for rows without a token.
+        numbers: index of each layer in its cache group, ``[L]``, or a dict of these by group where they
+            differ; None: the layer's own index.
+        length: T, the number of tokens in each row.
+        is_step: whether arrays have no axis of tokens: ``[B, ...]`` in place of ``[B, 1, ...]``.
+        capacity: number of positions in the cache; 0 without a cache.
+        mesh: the mesh of the model's weights, or None.
+        kv_heads: name of each cache group with keys and values, and its number of KV heads.
+    """
+
+    starts: jax.Array
+    counts: jax.Array | None
+    text_lengths: jax.Array
+    tokens: jax.Array | None
+    numbers: jax.Array | Mapping[str, jax.Array] | None
+    length: int
+    is_step: bool
+    capacity: int
+    mesh: Any
+    kv_heads: tuple[tuple[str, int], ...]
+
+    @property
+    def positions(self) -> jax.Array:
+        """The positions of the tokens, ``[B or 1, T]``, or ``[B]`` for a step."""
+        return self.starts if self.is_step else self.rows_of_positions
+
+    @property
+    def rows_of_positions(self) -> jax.Array:
+        """The positions of the tokens, ``[B or 1, T]``."""
+        return self.starts[:, None] + jnp.arange(self.length, dtype=jnp.int32)[None, :]
+
+    @property
+    def real(self) -> jax.Array | None:
+        """Which tokens are real, not padding, bools ``[B, T]``; None: all are."""
+        if self.counts is None:
+            return None
+        return jnp.arange(self.length, dtype=jnp.int32)[None, :] < self.counts[:, None]
+
+    @property
+    def ends(self) -> jax.Array:
+        """The number of tokens of each row after the call, ``[B, 1]``."""
+        return self.starts[:, None] + (self.length if self.counts is None else self.counts[:, None])
+
+    def number(self, group: str, layer: Any) -> Any:
+        """Return the index of a layer in its cache group."""
+        numbers = self.numbers[group] if isinstance(self.numbers, Mapping) else self.numbers
+        if numbers is None:
+            return layer
+        return jax.lax.dynamic_index_in_dim(numbers, layer, keepdims=False)
+
+
+class Scores(NamedTuple):
+    """How the scores of attention are computed: the keywords of :func:`~maxjax.models.parts.attend.attend`.
+
+    Attributes:
+        scale: factor of the scores.
+        soft_cap: cap of the scores, which become ``cap · tanh(score / cap)``; None: no cap.
+        sinks: scores ``[H]`` that take part in the softmax and have no value; None: none.
+        dtype: dtype of scores, softmax and sums.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    sinks: jax.Array | None = None
+    dtype: Any = DType.float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """The tokens of one call, and what earlier calls left for one layer; a pytree.
+
+    Layers do not change it: :meth:`write` and :meth:`attend` return another one, which the next layer gets.
+    A subclass may keep keys and values otherwise, for example in pages, by overriding these two.
+
+    Attributes:
+        context: facts about the tokens, which are the same in every layer.
+        states: the states of a ``KVCache`` by the names of its groups; empty without a cache.
+        layer: index of the layer, an integer scalar.
+        new: keys and values ``[B, (T,) K, D]`` that were written and have not been attended to yet.
+    """
+
+    context: ForwardContext
+    states: Mapping[str, Any]
+    layer: Any = 0
+    new: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def positions(self) -> jax.Array:
+        """The positions of the tokens: ``[B or 1, T]``, or ``[B]`` for one token per sequence."""
+        return self.context.positions
+
+    def at(self, layer: Any, states: Any) -> Self:
+        """Return the cache of another layer, with the states that the layer before it returned."""
+        return dataclasses.replace(self, layer=layer, states=states, new=None)
+
+    def write(self, k: jax.Array, v: jax.Array) -> Self:
+        """Add the keys and values ``[B, (T,) K, D]`` of the tokens; the next :meth:`attend` stores them."""
+        return dataclasses.replace(self, new=(k, v))
+
+    def attend(
+        self, q: jax.Array, mask: Mask, scores: Scores, group: str | None = None
+    ) -> tuple[jax.Array, Self]:
+        """Attend to the written tokens and to those of the cache: queries ``[B, (T,) H, D]`` → the same shape.
+
+        Args:
+            q: queries, after RoPE.
+            mask: which tokens a token attends to.
+            scores: how the scores are computed.
+            group: name of the group of the cache; by default "sliding" for a mask with a window if the
+                cache has such a group, else "full".
+
+        Raises:
+            UserInputError: the mask is not causal and there is a cache.
+        """
+        if not mask.is_causal:
+            return self._attend_both_ways(q, mask, scores), dataclasses.replace(self, new=None)
+        if not self.states:
+            return self._attend_own(q, mask, scores), dataclasses.replace(self, new=None)
+        if group is None:
+            group = "sliding" if mask.window is not None and "sliding" in self.states else "full"
+        slots: Slots = self.states[group]
+        layer = self.context.number(group, self.layer)
+        k, v = (None, None) if self.new is None else self.new
+        run = _Attention(self.context, dict(self.context.kv_heads)[group], q.shape[-2], mask, scores)
+        y, slots = run.with_cache(q, k, v, slots, layer)
+        return y, dataclasses.replace(self, states={**self.states, group: slots}, new=None)
+
+    def _attend_own(self, q: jax.Array, mask: Mask, scores: Scores) -> jax.Array:
+        """Attend to the written tokens alone."""
+        assert self.new is not None
+        k, v = self.new
+        run = _Attention(self.context, k.shape[-2], q.shape[-2], mask, scores)
+        positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :]
+        cache = [a.swapaxes(1, 2)[None] for a in (k, v)]
+        return run.attend(q, cache, 0, self.context.rows_of_positions, positions)
+
+    def _attend_both_ways(self, q: jax.Array, mask: Mask, scores: Scores) -> jax.Array:
+        if self.states:
+            raise UserInputError(
+                "this model's attention is bidirectional ('is_causal' is false, or 'use_bidirectional_attention'): "
+                "it can embed texts (maxjax.embed), but not generate them"
+            )
+        assert self.new is not None
+        return both_ways(
+            q, *self.new, self.context.real, mask.window, scale=scores.scale,
+            soft_cap=scores.soft_cap, softmax_dtype=scores.dtype,
+        )  # fmt: skip
+
+
+class _Attention(NamedTuple):
+    """One run of causal attention, with and without a KV cache.
+
+    There are three cases: all tokens of a sequence at once without a cache, several tokens after those in
+    the cache (prefill, also in chunks), and one token per sequence (a decode step, ``kernels.decode_attention``).
+    The group "sliding" of a cache is rotating: token t is in slot t modulo the number of slots.
+    """
+
+    context: ForwardContext
+    kv_heads: int
+    heads: int
+    mask: Mask
+    scores: Scores
+
+    def layout(self, batch: int) -> CacheLayout | None:
+        """How a cache of ``batch`` sequences is split over the mesh; None without a mesh."""
+        mesh = self.context.mesh
+        return None if mesh is None else cache_layout(mesh, batch, self.heads, self.kv_heads)
+
+    def with_cache(
+        self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any
+    ) -> tuple[jax.Array, Slots]:
+        """Write the tokens to the cache and attend to it; where ``k`` is None, another layer wrote them."""
+        batch = q.shape[0]
+        layout = self.layout(batch)
+        if layout is None or slots.keys.shape[1:3] == (batch, self.kv_heads):
+            return self._with_slots(q, k, v, slots, layer)
+        if is_tapped("weights"):
+            raise UserInputError(
+                "attention weights cannot be captured with a KV cache that is sharded over a mesh: call "
+                "model(ids) without a cache, or use one device"
+            )
+        queries, whole = layout.queries(q.ndim), PartitionSpec(layout.batch)
+        context = dataclasses.replace(self.context, numbers=None)
+        by_row = jax.tree.map(lambda a: whole if a.shape[0] == batch else PartitionSpec(), context)
+        cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
+        specs = (by_row, PartitionSpec(), queries, whole, whole, cache, PartitionSpec())
+        out = (layout.results(q.ndim), cache)
+        run = on_mesh(functools.partial(self._on_part, layout), layout.mesh, specs, out, check_vma=False)
+        return run(context, self.scores.sinks, q, k, v, slots, jnp.asarray(layer, jnp.int32))
+
+    def _on_part(
+        self, layout: CacheLayout, context: ForwardContext, sinks: Any,
+        q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        """:meth:`with_cache` for one device's shard of the cache."""
+        part = CachePart(layout)
+        sinks = None if sinks is None else part.of_heads(sinks)
+        run = self._replace(
+            context=jax.tree.map(part.rows, context), scores=self.scores._replace(sinks=sinks)
+        )
+        q, (k, v) = part.queries(q), jax.tree.map(part.keys, (k, v))
+        return run._with_slots(q, k, v, slots, layer, part)
+
+    def _with_slots(
+        self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any, part: CachePart | None = None
+    ) -> tuple[jax.Array, Slots]:
+        """:meth:`with_cache` for a cache, or for the part of one on this device: a decode step or a prefill."""
+        is_step, rotating = q.ndim == 3, slots.window is not None
+        has_slots = part is None or part.slots == 1
+        # The kernel cannot mask the tokens before a chunk that does not begin at the first slot.
+        has_kernel = rotating or not self.mask.chunked
+        if is_step and has_slots and has_kernel and not is_tapped("weights"):
+            y, slots = self._decode(q, k, v, slots, layer, rotating, part)
+            return (y if part is None else part.results(y, None)), slots
+        if is_step:  # a prefill of one token
+            q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
+        if rotating and not is_step:
+            return self._prefill_sliding(q, k, v, slots, layer, part)
+        y, slots = self._prefill_full(q, k, v, slots, layer, part, rotating)
+        return (y[:, 0] if is_step else y), slots
+
+    def _decode(
+        self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any, rotating: bool,
+        part: CachePart | None,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        """Run ``kernels.decode_attention``: one token of each sequence."""
+        context, mask, scores = self.context, self.mask, self.scores
+        layout = self.layout(q.shape[0]) if part is None else None
+        if self._heads_are_whole(layout):
+            q = _resharded(q, 1, ())  # replicated, as the heads of the cache are
+        if k is None:  # the kernel then writes the keys and values that are already in the cache
+            k, v = slots.at(layer, context.starts, q.dtype)
+        tokens = context.starts if context.tokens is None else context.tokens
+        window = mask.window
+        if mask.chunked and window is not None:
+            # The slots of a rotating cache are those of one chunk, which begins at the first.
+            tokens = jnp.where(tokens < 0, tokens, tokens % window)
+            window, rotating = None, False
+        return slots.decoded(
+            q, k, v, tokens, layer=layer, scale=scores.scale, sliding_window=window,
+            soft_cap=scores.soft_cap, rotating=rotating, sinks=scores.sinks,
+            division=self._division(layout, of_cache=True),
+        )  # fmt: skip
+
+    def _prefill_full(
+        self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any, part: CachePart | None,
+        rotating: bool,
+    ) -> tuple[jax.Array, Slots]:  # fmt: skip
+        """Write the tokens to the cache, then attend to it.
+
+        Args:
+            part: the device's shard of a cache that is sharded; None: the cache is not.
+            rotating: whether the cache rotates; then there is one token, which overwrites a token
+                that it does not attend to.
+        """
+        context, size = self.context, slots.size
+        positions, real = context.rows_of_positions, context.real
+        slot, is_own = _own_slots(part, positions, size, rotating)
+        if is_own is not None:
+            real = is_own if real is None else real & is_own
+        slot = slot if real is None else jnp.where(real, slot, size)
+        if k is not None:
+            # Where slots are sharded, the slots of one device are not consecutive.
+            in_turn = not rotating and is_own is None
+            layout = self.layout(k.shape[0]) if part is None else None
+            division = self._division(layout, of_cache=True)
+            slots = slots.written(layer, k, v, slot, consecutive=in_turn, division=division)
+        if rotating:
+            key_positions = _slot_positions(context.ends, size, part)
+        else:
+            key_positions = _numbers(part, size)[None, :]
+        width = context.capacity if rotating else None
+        return self.attend(q, slots.arrays, layer, positions, key_positions, part, width), slots
+
+    def _prefill_sliding(
+        self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any, part: CachePart | None
+    ) -> tuple[jax.Array, Slots]:
+        """Attend to a rotating cache and to the new tokens, then store the last of the new tokens."""
+        context, size = self.context, slots.size
+        positions, starts = context.rows_of_positions, context.starts[:, None]
+        old = slots.layer_slots(layer)
+        new, new_positions = slots.rounded(k, v), positions  # rounded as the cache stores them
+        if part is not None and part.slots > 1:
+            # Each new token is a key on one device only.
+            new_positions = jnp.where(positions % part.slots == part.first, positions, NO_KEY)
+        keys = (
+            explicit.concatenate([a.swapaxes(1, 2), b[0]], 2)[None]
+            for a, b in zip(new, old.floats(q.dtype), strict=True)
+        )
+        key_positions = _slot_positions(starts, size, part)
+        key_positions = explicit.concatenate([new_positions, key_positions], 1)
+        y = self.attend(q, list(keys), 0, positions, key_positions, part, context.capacity)
+        last = _slot_positions(context.ends, size, part)
+        source = jnp.where(last == NO_KEY, -1, last - starts)
+        return y, slots.replaced(layer, old, k, v, source)
+
+    def attend(
+        self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
+        key_positions: jax.Array, part: CachePart | None = None, width: int | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Attend from queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
+        mask, scores = self.mask, self.scores
+        layout = self.layout(q.shape[0]) if part is None else None
+        options: dict[str, Any] = {
+            "scale": scores.scale, "sliding_window": mask.window, "chunked": mask.chunked,
+            "soft_cap": scores.soft_cap, "softmax_dtype": scores.dtype,
+        }  # fmt: skip
+        where, sinks = (q, cache, layer, positions, key_positions), scores.sinks
+        # KV heads that cannot be split are replicated, and repeated for each query head.
+        repeats = self.heads // self.kv_heads if self._heads_are_whole(layout) else 1
+        if part is None and is_tapped("weights"):
+            return self._attend_by_weights(*where, width, repeats)
+        if part is not None and part.slots > 1:
+            y, sums = partial_attention(*where, **options)
+            if sinks is not None:  # one more term of the softmax, which only one device adds
+                lowest = jnp.finfo(sums.dtype).min
+                added = jnp.where(part.first == 0, sinks.astype(sums.dtype), lowest)
+                added = jnp.broadcast_to(added, sums.shape)
+                y, sums = with_sinks(y, sums, added), jnp.logaddexp(sums, added)
+            return part.results(y, sums)
+        division = self._division(layout)
+        y = causal_attention(
+            *where, **options, sinks=sinks, repeats=repeats,
+            strided=division is not None and bool(division.entries[1]), division=division,
+        )  # fmt: skip
+        return y if part is None else part.results(y, None)
+
+    def _attend_by_weights(
+        self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
+        key_positions: jax.Array, width: int | None, repeats: int,
+    ) -> jax.Array:  # fmt: skip
+        """:meth:`attend` by the definition of attention, which taps the weights ``[B, H, T, S]``.
+
+        S is the number of key positions, from 0 on: of the tokens without a cache, else of the slots.
+        Keys of a rotating cache are first put in the order of ``width`` positions.
+        """
+        scores, window = self.scores, self.mask.window
+        keys, values = cached_rows(cache, layer, q.dtype, repeats)
+        attending = Attending(
+            scores.scale, window, scores.soft_cap, scores.dtype, chunked=self.mask.chunked
+        )
+        sees = attending.sees(positions[:, :, None], key_positions[:, None, :])
+        weights = attention_weights(
+            q, keys, jnp.broadcast_to(sees, (q.shape[0], *sees.shape[1:])),
+            scale=scores.scale, soft_cap=scores.soft_cap, softmax_dtype=scores.dtype,
+            sinks=scores.sinks,
+        )  # fmt: skip
+        if width is None:
+            return weighted_values(tap("weights", weights), values)
+        at = jnp.broadcast_to(key_positions[:, None, None, :], weights.shape)
+        place = [jnp.arange(n, dtype=jnp.int32) for n in weights.shape[:3]]
+        b, h, t = jnp.meshgrid(*place, indexing="ij")
+        index = (b[..., None], h[..., None], t[..., None], at)
+        ordered = jnp.zeros((*weights.shape[:3], width), weights.dtype)
+        ordered = tap("weights", ordered.at[index].set(weights, mode="drop"))
+        weights = ordered.at[index].get(mode="fill", fill_value=0)
+        return weighted_values(weights, values)
+
+    def _division(
+        self, layout: CacheLayout | None, of_cache: bool = False
+    ) -> explicit.Division | None:
+        """How a mesh shards the queries ``[B, T, H, D]``, or a cache; None without a mesh."""
+        if layout is None:
+            return None
+        if of_cache:
+            return explicit.Division.of(layout.mesh, [(), layout.batch, layout.over, (), ()])
+        axis = axis_of(layout.mesh, "seq")
+        tokens = () if axis is None or layout.mesh.shape[axis] == 1 else (axis,)
+        heads = layout.over if layout.splits_queries else ()
+        return explicit.Division.of(layout.mesh, [layout.batch, tokens, heads, ()])
+
+    def _heads_are_whole(self, layout: CacheLayout | None) -> bool:
+        """Whether a mesh splits the query heads but cannot split the KV heads, which are replicated."""
+        return layout is not None and layout.splits_queries and layout.group > 1
+
+
+def scores(
+    q: jax.Array, scale: float | None, soft_cap: float | None, sinks: Any
+) -> Scores:
+    """Return the Scores of queries ``[..., D]``; ``scale`` is ``1/√D`` if it is None."""
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    dtype = promote(DType.of(q.dtype), DType.float32)
+    return Scores(scale, soft_cap, None if sinks is None else jnp.asarray(sinks), dtype)
+
+
+def _own_slots(
+    part: CachePart | None, positions: jax.Array, size: int, rotating: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the slots ``[B or 1, T]`` of the tokens on this device, and which tokens it holds (None: all)."""
+    parts = 1 if part is None else part.slots
+    slot = positions % (size * parts) if rotating else positions
+    if part is None or parts == 1:
+        return slot, None
+    return slot // parts, slot % parts == part.first
+
+
+def _numbers(part: CachePart | None, size: int) -> jax.Array:
+    """Return the global indices ``[S]`` of the slots on this device."""
+    return jnp.arange(size, dtype=jnp.int32) if part is None else part.numbers(size)
+
+
+def _slot_positions(after: jax.Array, size: int, part: CachePart | None = None) -> jax.Array:
+    """Return the position in each slot ``[B, S]`` of a rotating cache after ``after`` ``[B, 1]`` tokens.
+
+    The position of an empty slot is ``NO_KEY``.
+    """
+    parts = 1 if part is None else part.slots
+    last = after - 1
+    found = last - (last - _numbers(part, size)[None, :]) % (size * parts)
+    return jnp.where(found < 0, NO_KEY, found)
+
+
+def _resharded(array: jax.Array, axis: int, over: explicit.Entry) -> jax.Array:
+    """Return ``array`` with ``axis`` split over the mesh axes ``over``, on a mesh with Explicit axes.
+
+    Elsewhere it is returned unchanged and XLA chooses its sharding.
+    """
+    mesh = explicit.mesh_of(array)
+    if mesh is None:
+        return array
+    spec = explicit.entries(array)
+    spec[axis] = over
+    return jax.sharding.reshard(array, explicit.sharding(mesh, spec))

@@ -1,0 +1,502 @@
+"""``LanguageModel``: what generating text needs of a decoder, around the mathematics of an architecture.
+
+``model(ids)`` returns logits; ``model(ids, cache)`` returns logits and the next cache. An architecture defines its
+modules in ``__init__`` and their mathematics in their ``__call__``s. Of this class it may override
+:meth:`~LanguageModel.hidden_states`, :meth:`~LanguageModel.logits`, :attr:`~LanguageModel.max_length` and
+:attr:`~LanguageModel.position_limit`.
+
+Shapes: L layers, B sequences, T tokens, K KV heads, S slots of the cache, hidden size E, vocabulary size V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, ClassVar, Self, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from ...dtype import DType
+from ...errors import UserInputError
+from ...graph.device import DeviceRef
+from ...graph.placement.arrays import platform_of
+from ...graph.placement.specs import Split, axis_of, batch_axes, mesh_of, spec_of
+from ...graph.placement.strategy import ShardingStrategy
+from ...graph.value import unwrap
+from ...kernels import explicit
+from ...nn.kv_cache.cache import KVCache
+from ...nn.kv_cache.kinds import Group, KeysValues, Place, numbers_of
+from ...nn.kv_cache.layout import cache_layout
+from ...nn.layer import LayerStack
+from ...nn.linear import ColumnParallelLinear
+from ..decoder.aliases import spelling
+from ..decoder.config import groups_of_config, pattern, shares
+from ..decoder.rope import NO_LIMIT, is_dynamic, same_until
+from ..decoder.score import Scored
+from ..family import PretrainedModel
+from ..weights import beside
+from .cache import ForwardContext, LayerCache
+from .layers import kind_of
+
+# JAX's platforms that are GPUs.
+_GPUS = ("gpu", "cuda", "rocm")
+
+
+class LanguageModel(Scored, PretrainedModel):
+    """A decoder-only language model.
+
+    Args:
+        config: settings of the model.
+        dtype: dtype of the weights and of the activations between layers. Norms, softmax and sums
+            are computed in float32 for every dtype.
+
+    Attributes:
+        model: the model without its head; it has ``embed_tokens`` and ``layers``.
+        lm_head: linear layer that computes the logits; None in a checkpoint without it.
+    """
+
+    model: Any
+    lm_head: Any
+    # Whether `stack_for` makes the layers separate on GPUs.
+    separate_on_gpus: ClassVar[bool] = True
+
+    def __init__(self, config: Any, dtype: Any = DType.float32):
+        super().__init__()
+        self.config, self.dtype = config, DType.of(dtype)
+
+    # --- what an architecture may override
+
+    def hidden_states(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        """Return the hidden states after the last norm, the inputs of the head, and the cache.
+
+        Args:
+            ids: integers ``[B, T]``, or ``[B]`` for one token per sequence.
+            cache: positions of the tokens, and what earlier calls left.
+
+        Returns:
+            Hidden states ``[B, T, E]``, or ``[B, E]``, and the cache with these tokens.
+        """
+        return self.model(ids, cache)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Return the logits ``[..., V]`` in float32 of hidden states ``[..., E]`` after the last norm.
+
+        Raises:
+            UserInputError: the model has no head.
+        """
+        if self.lm_head is None:
+            raise UserInputError(
+                "the checkpoint has no language-model head, so there are no logits, only hidden states "
+                "(model.states(ids), maxjax.embed). Load a checkpoint that has the head"
+            )
+        return self.lm_head(x).astype(jnp.float32)
+
+    @property
+    def max_length(self) -> int:
+        """The maximum number of tokens in a sequence, from the configuration.
+
+        Dynamic NTK is for any length, so for a model with it this is the largest int32.
+        """
+        is_bounded = not is_dynamic(self.config.ropes_by_length)
+        return self.config.max_position_embeddings if is_bounded else NO_LIMIT
+
+    @property
+    def position_limit(self) -> int | None:
+        """The number of positions that the model has learned; None for a model without learned positions.
+
+        A longer text is refused where lengths are known; inside ``jax.jit`` its logits are NaN.
+        """
+        return None
+
+    # --- parts that most architectures share
+
+    def make_head(self, size: int, *, tied: bool, has_bias: bool = False) -> Any:
+        """Make the linear layer from hidden states of this size to logits, which becomes ``lm_head``.
+
+        Args:
+            size: length E of the hidden states.
+            tied: whether its weight is the embedding table.
+            has_bias: whether it has a bias.
+        """
+        cpu = [DeviceRef.CPU()]
+        head: Any = ColumnParallelLinear(
+            size, self.config.vocab_size, self.dtype, cpu, has_bias=has_bias
+        )
+        if tied:
+            head.set_shared_weight("weight", self.model.embed_tokens.weight)
+        return head
+
+    @classmethod
+    def of_checkpoint(
+        cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
+    ) -> Self:
+        """:meth:`PretrainedModel.of_checkpoint`.
+
+        The layers are not stacked yet, because their dtypes may differ in the checkpoint.
+        """
+        return cls(config, dtype, stacked=False)  # type: ignore[call-arg]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the head along the vocabulary, or by columns if the vocabulary does not divide evenly.
+
+        A tied head is split as the embedding table is.
+        """
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        return {f"{spelling(self, 'lm_head')}.weight": Split(rows, fallback=columns)}
+
+    def stack(self) -> Self:
+        """Stacks the layers in a LayerStack, in place: equal layers (or a repeating pattern) are compiled once.
+
+        Returns:
+            The model itself.
+        """
+        layers = self.model.layers
+        if not isinstance(layers, LayerStack):
+            first, period = pattern([kind_of(layer) for layer in layers])
+            self.model.layers = layers.stack(period=period, first=first)
+        return self
+
+    def unstack(self) -> Self:
+        """Gives each layer its own weights again, in place, with the same values bit for bit.
+
+        Returns:
+            The model itself.
+        """
+        if isinstance(self.model.layers, LayerStack):
+            self.model.layers = self.model.layers.unstack()
+        return self
+
+    def stack_for(self, place: Any = None) -> Self:
+        """Stacks the layers or separates them, in place, whichever is faster on the devices.
+
+        On a GPU, XLA cannot multiply by a slice of a stack in place: a loop over stacked
+        layers copies every weight out of its stack for every token, which triples memory
+        traffic. Separate weights are read in place, in a program that takes a fraction of a
+        second longer to compile for each layer. On TPUs the matmul reads the slice in place, and on CPUs
+        maxjax's kernels take the stack, so there the loop is as fast, and compiled once.
+
+        Where weights are sharded over ``fsdp``, the loop is better on GPUs too: each weight is gathered, and
+        so copied, for every token in any case, and without a loop XLA gathers those of all layers at once.
+
+        Args:
+            place: mesh, Sharding or device that the model is for; None for the default device.
+
+        Returns:
+            The model itself.
+        """
+        fsdp = axis_of(place, "fsdp") if isinstance(place, Mesh) else None
+        gathered = fsdp is not None and place.shape[fsdp] > 1
+        separate = platform_of(place) in _GPUS and self.separate_on_gpus and not gathered
+        return self.unstack() if separate else self.stack()
+
+    # --- the cache
+
+    def cache(
+        self, batch: int, capacity: int, dtype: Any = None, *, abstract: bool = False
+    ) -> KVCache:
+        """Makes an empty KV cache on the model's devices, with KV heads sharded as the projections are.
+
+        Layers with a sliding window have at most as many slots as the window has tokens.
+
+        Args:
+            batch: B, the number of sequences. They are split over the mesh's batch axes if they
+                divide evenly.
+            capacity: S, the maximum number of tokens in a sequence.
+            dtype: dtype of keys and values, a float or int8; the model's dtype by default.
+            abstract: whether to make placeholders, ``jax.ShapeDtypeStruct`` with shardings, for lowering
+                a program.
+
+        Raises:
+            UserInputError: a number is not positive, or the dtype is neither a float nor int8.
+        """
+        # KVCache.of refuses a batch that is not a positive number.
+        rows = batch if isinstance(batch, int) and batch > 0 else 1
+        groups = {
+            name: (group.layers, group.kind, self._place(group.kind, rows))
+            for name, group in self._groups.items()
+        }
+        if "full" not in groups:
+            group = next(iter(self._groups.values()))
+            place = next(iter(groups.values()))[2]
+            kind = group.kind if isinstance(group.kind, KeysValues) else KeysValues(1, 1)
+            groups["full"] = (0, dataclasses.replace(kind, window=None), place)
+        options = {
+            "dtype": self.dtype if dtype is None else dtype, "abstract": abstract,
+            "has_text_lengths": bool(self.config.ropes_by_length),
+        }  # fmt: skip
+        with beside(self):
+            return KVCache.of(groups, batch=batch, capacity=capacity, **options)
+
+    @property
+    def _groups(self) -> dict[str, Group]:
+        """The groups of layers with the same kind of state in the cache, by name."""
+        return groups_of_config(self.config)
+
+    @property
+    def _sharding(self) -> Any:
+        """The sharding of the embedding table: the model's mesh or device; None if it has no values yet."""
+        return self.model.embed_tokens.weight.sharding
+
+    def _place(self, kind: Any, batch: int) -> Place:
+        """The sharding of the states of ``batch`` sequences in the cache."""
+        mesh = mesh_of([self._sharding])
+        if mesh is None:
+            return Place(self._sharding)
+        if isinstance(kind, KeysValues):
+            layout = cache_layout(mesh, batch, kind.query_heads or kind.heads, kind.heads)
+            return Place(layout.sharding, layout.rows, layout.slots)
+        model, rows = axis_of(mesh, "model"), batch_axes(mesh, batch)
+        over = () if model is None or model in rows else (model,)
+        return Place(NamedSharding(mesh, spec_of([(), rows])), over=over)
+
+    # --- a call
+
+    @overload
+    def __call__(
+        self, ids: Any, cache: None = None, *, lengths: Any = None, last: bool = False
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, ids: Any, cache: KVCache, *, lengths: Any = None, last: bool = False
+    ) -> tuple[jax.Array, KVCache]: ...
+    def __call__(
+        self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
+    ) -> Any:
+        """Token ids ``[B, T]`` → logits in float32, and the next cache if one is given.
+
+        Args:
+            ids: integers ``[B, T]``. With T = 1 and a cache this is a decode step.
+            cache: cache of the tokens before these; donate it if it is not used again.
+            lengths: number of real tokens in each row, integers ``[B]``; by default all are real.
+                The others are padding on the right: they do not affect real tokens, and their
+                logits are meaningless.
+            last: whether to return only the logits of each row's last real token, ``[B, V]``.
+
+        Returns:
+            Logits ``[B, T, V]``; with a cache ``(logits, cache)``. Inside ``jax.jit``, logits of
+            tokens beyond the cache's capacity or the learned positions are NaN, and so are those of a text
+            that has outgrown the RoPE of its keys in the cache (see ``KVCache.for_texts``).
+
+        Raises:
+            UserInputError: ``ids`` are not integers ``[B, T]`` or do not fit the cache. Outside of
+                ``jax.jit``, where values are known, it is also raised if a token id is not in the
+                vocabulary, if the tokens exceed the cache's capacity or the learned positions, or if a text
+                outgrows the RoPE of its keys in the cache.
+        """
+        ids = self._checked(ids, cache)
+        batch, length = ids.shape
+        counts, keeps = self._counts(lengths, batch), cache is not None
+        if not keeps:
+            cache = self._inner_cache(batch, length)
+        if cache is not None:
+            cache.check_room(length if counts is None else counts)
+            ids, counts = jax.tree.map(lambda a: _sharded_as_rows(cache, a), (ids, counts))
+        view = self._view(cache, counts, length)
+        after = view.context.starts + (length if counts is None else counts)
+        self._check_positions(after, length if cache is None and counts is None else None)
+        outgrown = None if cache is None else self._outgrown(cache, after)
+        is_step = view.context.is_step
+        x, view = self.hidden_states(ids[:, 0] if is_step else ids, view)
+        at = None
+        if last:
+            at = jnp.full(batch, length) if counts is None else counts
+            at = jnp.maximum(at - 1, 0).astype(jnp.int32)
+            x = x if is_step else jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+        logits = self.logits(x)
+        if is_step and not last:
+            logits = logits[:, None]
+        context = dataclasses.replace(view.context, counts=counts)
+        if self.position_limit is not None:
+            logits = _nan_beyond(self.position_limit, logits, context, at)
+        if cache is None or not keeps:
+            return logits
+        logits = _nan_beyond(cache.capacity, logits, context, at)
+        if outgrown is not None:
+            logits = jnp.where(outgrown.reshape(-1, *(1,) * (logits.ndim - 1)), jnp.nan, logits)
+        return logits, cache.with_states(view.states, after)
+
+    def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
+        """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, the inputs of the head.
+
+        Args:
+            ids: integers ``[B, T]``.
+            lengths: number of real tokens in each row, integers ``[B]``; by default all are real.
+                The others are padding on the right, and their states are meaningless.
+
+        Raises:
+            UserInputError: as for a call of the model.
+
+        Example:
+            >>> from maxjax.models import Llama, LlamaConfig
+            >>> config = LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
+            >>> ids = jnp.zeros((3, 5), jnp.int32)
+            >>> jax.eval_shape(lambda m, ids: m.states(ids), Llama(config), ids).shape
+            (3, 5, 8)
+        """
+        ids = self._checked(ids, None)
+        counts = self._counts(lengths, ids.shape[0])
+        if counts is not None:  # the padding must not affect anything, not even with NaN
+            real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
+            ids = jnp.where(real, ids, 0)
+        view = self._view(self._inner_cache(*ids.shape), counts, ids.shape[1])
+        self._check_positions(view.context.ends, ids.shape[1] if counts is None else None)
+        is_step = view.context.is_step
+        x = self.hidden_states(ids[:, 0] if is_step else ids, view)[0]
+        if self.position_limit is not None:
+            x = _nan_beyond(self.position_limit, x, view.context, None)
+        return x[:, None] if is_step else x
+
+    def _view(
+        self, cache: KVCache | None, counts: jax.Array | None, length: int
+    ) -> LayerCache:
+        """The tokens of a call and the states of its cache, as the first layer sees them."""
+        mesh, numbers, tokens = mesh_of([self._sharding]), None, None
+        if cache is None:
+            starts = jnp.zeros(1, jnp.int32)
+            after = starts + (length if counts is None else counts)
+            context = ForwardContext(starts, counts, after, None, None, length, False, 0, mesh, ())
+            return LayerCache(context, {})
+        starts = cache.lengths
+        texts = cache.read_for(starts + (length if counts is None else counts))
+        if cache.sliding is not None:
+            # In a rotating cache, tokens beyond the capacity would overwrite other tokens.
+            room = jnp.maximum(cache.capacity - starts, 0)
+            counts = jnp.minimum(length if counts is None else counts, room)
+        # In a cache without the group "sliding", all layers may be in "full", in their order.
+        own = cache.sliding is not None or cache.more
+        if own or set(self._groups) == {"full"}:
+            numbers = jax.tree.map(jnp.asarray, numbers_of(self._groups))
+        if counts is not None:
+            tokens = jnp.where(counts > 0, starts, -1)
+        kinds = {name: group.kind for name, group in self._groups.items()}
+        heads = {name: k.heads for name, k in kinds.items() if isinstance(k, KeysValues)}
+        heads.setdefault("full", heads.get("sliding", 1))
+        context = ForwardContext(
+            starts, counts, texts, tokens, numbers, length, length == 1, cache.capacity, mesh,
+            tuple(heads.items()),
+        )  # fmt: skip
+        return LayerCache(context, cache.states)
+
+    def _check_positions(self, after: jax.Array, length: Any) -> None:
+        """Refuses texts longer than the learned positions, where lengths are known."""
+        limit = self.position_limit
+        if limit is None:
+            return
+        if not isinstance(length, int):  # an exported program may be for any length
+            if isinstance(after, Tracer) or not after.is_fully_addressable:
+                return
+            length = int(after.max())
+        if length > limit:
+            raise UserInputError(
+                f"a text of {length} tokens is longer than the {limit} positions "
+                f"that this {type(self).__name__} has learned: shorten it"
+            )
+
+    def _outgrown(self, cache: KVCache, lengths: jax.Array) -> jax.Array | None:
+        """Return which texts of these lengths are too long for the RoPE of their keys in the cache, bools ``[B]``.
+
+        Raises:
+            UserInputError: a text is, and lengths are known.
+        """
+        if cache.text_lengths is None:
+            return None
+        limits = same_until(self.config.ropes_by_length, cache.read_for(lengths))
+        found = lengths > limits
+        if isinstance(found, Tracer) or not found.is_fully_addressable or not found.any():
+            return found
+        row = int(found.argmax())
+        raise UserInputError(
+            f"cannot continue the text of row {row} to {lengths[row]} tokens: beyond {limits[row]}, the RoPE of "
+            f"this {type(self).__name__} rotates its earlier tokens otherwise; read the text again from its "
+            "beginning, with cache.emptied(rows).for_texts(lengths)"
+        )
+
+    def _inner_cache(self, batch: int, length: int) -> KVCache | None:
+        """A cache for a call without one, if layers read the keys and values of other layers; else None."""
+        return self.cache(batch, length) if shares(self.config) else None
+
+    def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
+        counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
+        if counts is not None and counts.shape != (batch,):
+            raise UserInputError(f"lengths must be [{batch}], one for each row, not {counts.shape}")
+        return counts
+
+    def _checked(self, ids: Any, cache: KVCache | None) -> jax.Array:
+        given, size = unwrap(ids), self.config.vocab_size
+        if not isinstance(given, jax.Array):
+            given = np.asarray(given)
+        if given.ndim != 2 or not jnp.issubdtype(given.dtype, jnp.integer) or 0 in given.shape:
+            found = f"{given.dtype} of shape {given.shape}"
+            if given.dtype.kind in "US":
+                found = "text: maxjax.generate(model, tokenizer, text) answers it"
+            elif given.ndim == 1:
+                found += ": put one sequence in brackets, [ids]"
+            raise UserInputError(
+                f"expected integer token ids of shape [batch, tokens], at least one, got {found}"
+            )
+        if cache is not None and cache.batch != given.shape[0]:
+            raise UserInputError(
+                f"{given.shape[0]} rows of token ids do not fit a cache of {cache.batch} rows"
+            )
+        if cache is not None:
+            self._check_layers(cache)
+            if cache.text_lengths is None and self.config.ropes_by_length:
+                raise UserInputError(
+                    f"the cache has no text_lengths, which the RoPE of this {type(self).__name__} depends on: "
+                    "make the cache with model.cache(...)"
+                )
+        if not isinstance(given, Tracer) and getattr(given, "is_fully_addressable", True):
+            found = np.asarray(given)
+            low, high = int(found.min()), int(found.max())
+            if low < 0 or high >= size:
+                wrong = low if low < 0 else high
+                raise UserInputError(f"token id {wrong} is outside the vocabulary of {size} tokens")
+        return jnp.asarray(given)
+
+    def _check_layers(self, cache: KVCache) -> None:
+        expected = {name: group.layers for name, group in self._groups.items()}
+        found = {name: state.layers for name, state in cache.states.items() if state.layers}
+        if found == expected:
+            return
+        # A cache may keep all tokens of sliding layers, in "full".
+        every = {**expected, "full": expected.get("full", 0) + expected.pop("sliding", 0)}
+        if found != {name: every[name] for name in every if name != "sliding"}:
+            text = lambda counts: " and ".join(f"{n} layers {name}" for name, n in counts.items())
+            wanted = {name: group.layers for name, group in self._groups.items()}
+            raise UserInputError(
+                f"the cache has {text(found)}, and this model {text(wanted)}: make the cache with "
+                "model.cache(...)"
+            )
+
+
+def _sharded_as_rows(cache: KVCache, array: jax.Array) -> jax.Array:
+    """``array`` with its rows sharded as those of the cache, if the cache's mesh has Explicit axes."""
+    mesh = explicit.mesh_of(cache.keys)
+    if mesh is None:
+        return array
+    rows = [explicit.entries(cache.keys)[1], *[()] * (array.ndim - 1)]
+    return jax.sharding.reshard(array, explicit.sharding(mesh, rows))
+
+
+def _nan_beyond(
+    limit: int, x: jax.Array, context: ForwardContext, at: jax.Array | None
+) -> jax.Array:
+    """Return ``x``, with NaN for tokens at positions of ``limit`` and beyond.
+
+    Args:
+        limit: number of positions.
+        x: ``[B, T, ...]`` for all tokens, or ``[B, ...]`` for one in each row.
+        context: positions of the tokens.
+        at: index ``[B]`` of the one token in each row; None: T is 1, or ``x`` has all tokens.
+    """
+    fits = context.rows_of_positions < limit  # [B or 1, T]
+    real = context.real
+    fits = fits if real is None else fits | ~real
+    if at is not None:
+        fits = jnp.broadcast_to(fits, (at.shape[0], context.length))
+        fits = jnp.take_along_axis(fits, at[:, None], axis=1)
+    return jnp.where(fits[..., None] if x.ndim == 3 else fits, x, jnp.nan)

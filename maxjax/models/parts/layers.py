@@ -1,0 +1,96 @@
+"""The loop over layers, and how their weights are split over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ...graph.placement.strategy import Segment, ShardingStrategy
+from ...nn.layer import LayerStack, Module
+from ...nn.linear import linear_rules
+from .cache import LayerCache
+
+C = TypeVar("C", bound=LayerCache)
+
+
+def run_layers(layers: Any, x: Any, cache: C, *args: Any) -> tuple[Any, C]:
+    """Run all layers in order: ``x, cache = layer(x, cache, *args)`` for each.
+
+    Layers that are stacked (a LayerStack) are compiled once and run as a loop.
+
+    Args:
+        layers: a LayerList or a LayerStack.
+        x: hidden states, an array or a pytree of arrays.
+        cache: the cache of the model's call.
+        args: further arguments of every layer: pytrees of arrays, and hashable constants.
+
+    Returns:
+        The hidden states after the last layer, and the cache.
+    """
+    carry, rest = (x, cache.states), cache.at(0, {})
+    if isinstance(layers, LayerStack):
+        x, states = layers.scan(carry, index="number", call=_run_layer, rest=rest, args=args)
+        return x, cache.at(0, states)
+    for i, layer in enumerate(layers):
+        # The barrier hides the number from XLA, which would otherwise compile each layer's
+        # kernels anew, and could turn writes to one layer of the cache into copies.
+        number = jax.lax.optimization_barrier(jnp.int32(i))
+        carry = _run_layer(layer, carry, rest, args, number)
+    return carry[0], cache.at(0, carry[1])
+
+
+def _run_layer(layer: Module, carry: Any, rest: Any, args: Any, number: Any) -> tuple[Any, Any]:
+    x, states = carry
+    x, cache = layer(x, rest.at(number, states), *args)
+    return x, cache.states
+
+
+def split_heads_over_mesh(
+    outputs: Mapping[str, int], inputs: Mapping[str, int], head_dim: int
+) -> dict[str, Any]:
+    """Return sharding rules that split linear layers between heads, over the mesh axis ``model``.
+
+    Args:
+        outputs: attribute of each Linear whose outputs are heads (queries, keys, values) → number of heads.
+        inputs: attribute of each Linear whose inputs are heads (the output projection) → number of heads.
+        head_dim: width of a head.
+
+    Example:
+        >>> sorted(split_heads_over_mesh({"q_proj": 4}, {"o_proj": 4}, 8))
+        ['o_proj.bias', 'o_proj.weight', 'q_proj.bias', 'q_proj.weight']
+    """
+    rules: dict[str, Any] = {}
+    for name, heads in outputs.items():
+        segment = Segment.head_aware(heads, head_dim)
+        rules |= linear_rules(name, ShardingStrategy.segmented(1, 0, [segment]))
+    for name, heads in inputs.items():
+        rules |= linear_rules(name, ShardingStrategy.head_aware_columnwise(1, heads, head_dim))
+    return rules
+
+
+def split_features_over_mesh(outputs: Sequence[str], inputs: Sequence[str]) -> dict[str, Any]:
+    """Return sharding rules that split the inner features of an MLP over the mesh axis ``model``.
+
+    Args:
+        outputs: attributes of the Linears whose outputs are inner features (gate, up).
+        inputs: attributes of the Linears whose inputs are inner features (down).
+
+    Example:
+        >>> len(split_features_over_mesh(["gate_proj", "up_proj"], ["down_proj"]))
+        6
+    """
+    rules: dict[str, Any] = {}
+    for name in outputs:
+        rules |= linear_rules(name, ShardingStrategy.rowwise(1))
+    for name in inputs:
+        rules |= linear_rules(name, ShardingStrategy.columnwise(1))
+    return rules
+
+
+def kind_of(layer: Module) -> Hashable:
+    """Return the structure, settings, shapes and dtypes of a layer; layers with equal ones can be stacked."""
+    leaves, structure = jax.tree.flatten(layer)
+    return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
