@@ -23,7 +23,7 @@ from ..errors import UnsupportedModelError, UserInputError, releasing
 from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
-from ..models import Decoder, Encoder
+from ..models import Encoder, LanguageModel
 from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool, unit
 from ..models.weights import check_loaded, model_facts, shardings_of
 from ..nn.layer.observe.programs import Watch, is_observed, tapped
@@ -310,7 +310,7 @@ def _encode(
         states = output.last_hidden_state.astype(dtype)
         pooled = _pooled(states, batch, modes, normalize and not dense, skipped)
     else:
-        if isinstance(model, Decoder):
+        if isinstance(model, LanguageModel):
             lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
             run = lambda: model.states(batch.input_ids, lengths=lengths)
         else:
@@ -377,7 +377,7 @@ def _pooling(model: Any, given: Any) -> Pooling:
     elif given is not None and not isinstance(given, Pooling):
         raise UserInputError(f"pooling must be a name or a Pooling, not {type(given).__name__}")
     pooling = given or default
-    if pooling is None and isinstance(model, Decoder):
+    if pooling is None and isinstance(model, LanguageModel):
         raise UserInputError(
             f"{type(model).__name__} is a decoder, and its files do not say how its token states are "
             "pooled: pass pooling='lasttoken' or pooling='mean', whichever it was trained with, or "

@@ -24,7 +24,7 @@ from ..graph.placement.arrays import platform_of
 from ..graph.weights import FileWeights, GGUFWeights, load_weights
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
-from ..models import Decoder, PretrainedModel, build, config_beside
+from ..models import LanguageModel, PretrainedModel, build, config_beside
 from ..models.gguf.sampling import sampling_config
 from ..models.gguf.tokenizer.read import end_ids
 from ..models.pooling import Dense, Pooling, gguf_pooling
@@ -108,7 +108,7 @@ def load(
 
     The layers of a decoder become a LayerStack, which is compiled once. On GPUs each layer keeps
     its own weights instead, because XLA would copy them out of a stack for every token
-    (``Decoder.stack_for``). The platform of ``mesh``, or of the default device, decides this before
+    (``LanguageModel.stack_for``). The platform of ``mesh``, or of the default device, decides this before
     anything is read. Names, files and results are the same in both forms.
 
     Args:
@@ -246,7 +246,7 @@ def _prepared(
             if config is None and not isinstance(weights, GGUFWeights):
                 config = config_beside(folder)
             model = build(weights, config, cast_to, reduce_dtype=reduce, stacked=False, tie=tie)
-            if isinstance(model, Decoder):
+            if isinstance(model, LanguageModel):
                 model.stack_for(mesh)
             if mesh is not None:
                 model.to(mesh, rules=rules)
@@ -259,7 +259,7 @@ def _prepared(
             text = _tokenizer(weights, path, folder) if tokenizer else None
             if pooling is not None:
                 model.pooling = pooling
-            if isinstance(model, Decoder):
+            if isinstance(model, LanguageModel):
                 ends, settings = () if text is None else text.eos_ids, model.hf_config
                 sampling: dict[str, Any] | None = None
                 if isinstance(

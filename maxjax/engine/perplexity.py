@@ -22,7 +22,7 @@ from ..errors import UserInputError
 from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
-from ..models import Decoder
+from ..models import LanguageModel
 from ..models.weights import check_loaded, model_facts, shardings_of
 from ..nn.layer.observe.programs import Watch, is_observed, tapped
 from ..nn.layer.walk import check_module
@@ -333,7 +333,7 @@ def _scored(part: list[Window], losses: Any, together: Lockstep) -> list[np.ndar
 
 def _check_model(model: Any) -> None:
     check_module(model, "perplexity")
-    if not isinstance(model, Decoder):
+    if not isinstance(model, LanguageModel):
         raise UserInputError(
             f"{type(model).__name__} is not a language model: its perplexity is not defined. Load a decoder"
         )

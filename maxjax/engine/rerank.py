@@ -15,7 +15,7 @@ import numpy as np
 from ..elsewhere import unknown_argument
 from ..errors import UnsupportedModelError, UserInputError, releasing
 from ..lockstep import Lockstep
-from ..models import Decoder, Encoder
+from ..models import Encoder, LanguageModel
 from ..models.pooling import Pooling
 from ..models.sentence_files import CHAT_TEMPLATE
 from ..models.weights import check_loaded, shardings_of
@@ -99,14 +99,14 @@ def rerank(
         activation = _default_activation(model) if activation is None else activation
         settings = getattr(model, "pooling", None) or Pooling()
         limit = text_limit(model, tokenizer, settings)
-        by_answer = isinstance(model, Decoder) and model.score is None
-        if template is None and isinstance(model, Decoder) and not by_answer:
+        by_answer = isinstance(model, LanguageModel) and model.score is None
+        if template is None and isinstance(model, LanguageModel) and not by_answer:
             template = _template_of(tokenizer)
         options = _answer_ids(model, tokenizer, answers) if by_answer else {}
         modes = ("lasttoken",) if by_answer else (_head_pooling(model),)
         if answers is not None and not by_answer:
             raise UserInputError("answers are for decoders without a classification head")
-        if by_answer or (template is not None and isinstance(model, Decoder)):
+        if by_answer or (template is not None and isinstance(model, LanguageModel)):
             rows = _in_template(model, tokenizer, query, documents, template)
         else:
             if template is not None:
@@ -134,7 +134,7 @@ def rerank(
 
 def _head_pooling(model: Any) -> str:
     """The pooling of the states that the model's head of one label takes."""
-    is_scored = isinstance(model, Decoder)
+    is_scored = isinstance(model, LanguageModel)
     if not is_scored and (not isinstance(model, Encoder) or model.classifier is None):
         raise UserInputError(
             f"{type(model).__name__} has no classification head: rerank needs a model of a class "
@@ -168,14 +168,14 @@ def _default_activation(model: Any) -> str:
             f"the model's scores need the activation function {name[:80]!r}, which is not supported: pass "
             "activation='sigmoid' or 'linear'"
         )
-    return "linear" if isinstance(model, Decoder) and model.score is None else "sigmoid"
+    return "linear" if isinstance(model, LanguageModel) and model.score is None else "sigmoid"
 
 
 # --- decoders -------------------------------------------------------------------------------
 
 
 def _answer_ids(
-    model: Decoder, tokenizer: Tokenizer, answers: tuple[str, str] | None
+    model: LanguageModel, tokenizer: Tokenizer, answers: tuple[str, str] | None
 ) -> dict[str, Any]:
     """The token ids of the two answers, for ``pooled_rows``."""
     if answers is not None and not (
@@ -208,7 +208,11 @@ def _template_of(tokenizer: Tokenizer) -> str | None:
 
 
 def _in_template(
-    model: Decoder, tokenizer: Tokenizer, query: str, documents: list[str], template: str | None
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    query: str,
+    documents: list[str],
+    template: str | None,
 ) -> list[Encoding]:
     """The tokens of each document in the template."""
     try:

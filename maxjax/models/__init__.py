@@ -113,6 +113,12 @@ if _TYPE_CHECKING:
     from .lfm2_moe import LFM2MoEConfig as LFM2MoEConfig
     from .llama import Llama as Llama
     from .llama import LlamaConfig as LlamaConfig
+    from .llama import Mistral as Mistral
+    from .llama import MistralConfig as MistralConfig
+    from .llama import Qwen2 as Qwen2
+    from .llama import Qwen2Config as Qwen2Config
+    from .llama import SeedOSS as SeedOSS
+    from .llama import SeedOSSConfig as SeedOSSConfig
     from .llama4 import Llama4 as Llama4
     from .llama4 import Llama4Config as Llama4Config
     from .mamba2 import Mamba2 as Mamba2
@@ -121,8 +127,6 @@ if _TYPE_CHECKING:
     from .minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
     from .mistral import Ministral3 as Ministral3
     from .mistral import Ministral3Config as Ministral3Config
-    from .mistral import Mistral as Mistral
-    from .mistral import MistralConfig as MistralConfig
     from .mixtral import Mixtral as Mixtral
     from .mixtral import MixtralConfig as MixtralConfig
     from .modernbert import ModernBertConfig as ModernBertConfig
@@ -147,14 +151,13 @@ if _TYPE_CHECKING:
     from .olmoe import OLMoEConfig as OLMoEConfig
     from .opt import OPT as OPT
     from .opt import OPTConfig as OPTConfig
+    from .parts.language_model import LanguageModel as LanguageModel
     from .phi import Phi as Phi
     from .phi import PhiConfig as PhiConfig
     from .phi3 import Phi3 as Phi3
     from .phi3 import Phi3Config as Phi3Config
     from .phimoe import PhiMoE as PhiMoE
     from .phimoe import PhiMoEConfig as PhiMoEConfig
-    from .qwen import Qwen2 as Qwen2
-    from .qwen import Qwen2Config as Qwen2Config
     from .qwen import Qwen3 as Qwen3
     from .qwen import Qwen3Config as Qwen3Config
     from .qwen2_moe import Qwen2MoE as Qwen2MoE
@@ -175,8 +178,6 @@ if _TYPE_CHECKING:
     from .roberta import RobertaModel as RobertaModel
     from .roberta import XLMRobertaConfig as XLMRobertaConfig
     from .roberta import XLMRobertaModel as XLMRobertaModel
-    from .seed_oss import SeedOSS as SeedOSS
-    from .seed_oss import SeedOSSConfig as SeedOSSConfig
     from .smollm3 import SmolLM3 as SmolLM3
     from .smollm3 import SmolLM3Config as SmolLM3Config
     from .stablelm import StableLM as StableLM
@@ -231,10 +232,10 @@ __getattr__, __dir__, __all__ = _attributes(
         "mamba2": "Mamba2 Mamba2Config",
         "falcon_h1": "FalconH1 FalconH1Config",
         "nemotron_h": "NemotronH NemotronHConfig",
-        "llama": "Llama LlamaConfig",
+        "llama": "Llama LlamaConfig Mistral MistralConfig Qwen2 Qwen2Config SeedOSS SeedOSSConfig",
         "llama4": "Llama4 Llama4Config",
         "minimax_m2": "MiniMaxM2 MiniMaxM2Config",
-        "mistral": "Ministral3 Ministral3Config Mistral MistralConfig",
+        "mistral": "Ministral3 Ministral3Config",
         "mixtral": "Mixtral MixtralConfig",
         "modernbert": "ModernBertConfig ModernBertModel",
         "mpnet": "MPNetConfig MPNetModel",
@@ -250,18 +251,18 @@ __getattr__, __dir__, __all__ = _attributes(
         "olmo2": "Olmo2 Olmo2Config Olmo3 Olmo3Config",
         "olmoe": "OLMoE OLMoEConfig",
         "opt": "OPT OPTConfig",
+        "parts.language_model": "LanguageModel",
         "phi": "Phi PhiConfig",
         "phi3": "Phi3 Phi3Config",
         "phimoe": "PhiMoE PhiMoEConfig",
         "helium": "Helium HeliumConfig",
-        "qwen": "Qwen2 Qwen2Config Qwen3 Qwen3Config",
+        "qwen": "Qwen3 Qwen3Config",
         "qwen2_moe": "Qwen2MoE Qwen2MoEConfig",
         "qwen3_5": "Qwen35 Qwen35Config Qwen35MoE Qwen35MoEConfig",
         "qwen3_moe": "Qwen3MoE Qwen3MoEConfig",
         "qwen3_next": "Qwen3Next Qwen3NextConfig",
         "registry": "FAMILIES FamilyNames families register",
         "roberta": "RobertaConfig RobertaModel XLMRobertaConfig XLMRobertaModel",
-        "seed_oss": "SeedOSS SeedOSSConfig",
         "smollm3": "SmolLM3 SmolLM3Config",
         "stablelm": "StableLM StableLMConfig",
         "starcoder2": "Starcoder2 Starcoder2Config",

@@ -19,12 +19,12 @@ from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
 from ..nn.layer import Module
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, PlainMLP
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope
 from .gguf.architectures.apertus import APERTUS_GGUF
+from .parts.aliases import alias
+from .parts.rotary import Rope
 
 # The learned numbers of xIELU: shapes and initial values.
 _NUMBERS = {

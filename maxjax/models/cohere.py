@@ -27,8 +27,8 @@ from .decoder.config import (
 )
 from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import HeadNorms
-from .decoder.rope import Rope
 from .gguf.architectures.cohere import COHERE2_GGUF, COHERE_GGUF
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

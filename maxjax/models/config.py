@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from ..elsewhere import check_keywords
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, UnsupportedModelError
 from ..paths import local_path
 from ..storage.strict_json import load_json
+from .unread import ReadTracker
 
 # JAX indexes with 32-bit integers, so no size in a configuration can be larger.
 MAX_SIZE = 2**31 - 1
@@ -60,6 +61,34 @@ def setting(
         also: other keys for the same setting, used if the file does not have the first.
     """
     metadata = {"key": key, "minimum": minimum, "maximum": maximum, "held": held, "also": also}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def config_field(
+    default: Any = dataclasses.MISSING,
+    *,
+    key: str | None = None,
+    aliases: tuple[str, ...] = (),
+    minimum: float = 0,
+    maximum: float = MAX_SIZE,
+    bounded_by: str | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Declare a field of a configuration that needs more than a type and a default.
+
+    Args:
+        default: value if the file does not have the key; without it the key is required.
+        key: key in the file, if it differs from the field's name.
+        aliases: other keys for the same setting, used if the file does not have the first.
+        minimum, maximum: range of a number, both ends included.
+        bounded_by: what the number counts in the checkpoint's tensors, which therefore limit it: "axis"
+            (the length of an axis) or "layers" (the layers in their names).
+        choices: supported values of a text, or of each text in a list; others raise UnsupportedModelError.
+    """
+    metadata = {
+        "key": key, "minimum": minimum, "maximum": maximum, "held": bounded_by, "also": aliases,
+        "choices": choices,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -114,6 +143,7 @@ class ModelConfig:
         """The default of each key that a file may leave out, for keys that have one."""
         fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("own")]
         found = {field.metadata.get("key") or field.name: field.default for field in fields}
+        found.pop("rope_parameters", None)
         given = {key: d for key, d in found.items() if d not in (None, dataclasses.MISSING)}
         return {**given, **cls.unsaid}
 
@@ -157,6 +187,43 @@ class ModelConfig:
             return cls(**values)
         except ValueError as error:  # from a subclass's __post_init__
             raise CheckpointFormatError(str(error), path=path) from None
+
+
+def field_value(field: dataclasses.Field, expected: Any, raw: ReadTracker) -> Any:
+    """Return the value of a field in a file, checked; ``dataclasses.MISSING`` if the file does not have it.
+
+    Args:
+        field: field of the configuration.
+        expected: its type: ``int``, ``float``, ``bool``, ``str``, ``tuple[…, ...]`` of one of these, or one of
+            them ``| None``.
+        raw: content of the file.
+
+    Raises:
+        CheckpointFormatError: the value has the wrong type or is out of range, or a required key is missing.
+        UnsupportedModelError: a text is not one of the field's choices.
+    """
+    key = _key(field, raw)
+    value = raw.get(key)
+    if value is None:
+        if field.default is dataclasses.MISSING:
+            raise CheckpointFormatError(f"'{key}' is missing", path=raw.path)
+        return dataclasses.MISSING
+    if typing.get_origin(expected) is tuple:
+        (item, _) = typing.get_args(expected)
+        if not isinstance(value, (list, tuple)):
+            raise CheckpointFormatError(
+                f"'{key}' has the wrong type", path=raw.path, expected="list", found=short(value)
+            )
+        value = tuple(_checked(key, one, item, field, raw.path) for one in value)
+    else:
+        value = _checked(key, value, expected, field, raw.path)
+    choices = field.metadata.get("choices")
+    for one in value if isinstance(value, tuple) else (value,):
+        if choices and one not in choices:
+            raise UnsupportedModelError(
+                f"'{key}' with {str(one)[:80]!r}: supported are {', '.join(choices)}"
+            )
+    return value
 
 
 def _key(field: dataclasses.Field, raw: Mapping[str, Any]) -> str:

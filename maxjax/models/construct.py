@@ -19,10 +19,10 @@ from ..storage.open import orbax_checkpoint
 from ..storage.save.beside import Files
 from .bounds import check_bounds
 from .config import labels_of, read_object
-from .decoder.model import Decoder
-from .decoder.score import has_score
 from .family import PretrainedModel, one_head, tensors, unwrapped
 from .find import all_families, find_family, text_of
+from .parts.language_model import LanguageModel
+from .parts.score import has_score
 from .quantized import KEY as _QUANTIZATION
 from .quantized import Quantization, check_has_settings, unquantised
 from .ties import is_tied, with_tie
@@ -100,19 +100,19 @@ def build(
     if quantization is None:
         check_has_settings(model, found, raw, path=path)
     else:
-        if isinstance(model, Decoder):
+        if isinstance(model, LanguageModel):
             model.unstack()  # a family of the user's may have stacked its layers
         packed = quantization.apply(model, found, main)
-    if isinstance(model, Decoder) and has_score(raw):
+    if isinstance(model, LanguageModel) and has_score(raw):
         model.make_score(labels_of(raw), main)
-    elif isinstance(model, Decoder) and headless:
+    elif isinstance(model, LanguageModel) and headless:
         model.lm_head = None
     model.hf_config = raw
     if isinstance(weights, FileWeights):
         model.unloaded = Unloaded.of(weights, whole, family)
     if dtype is None:
         model._take_dtypes({name: data for name, data in found.items() if name not in packed})
-    if stacked and isinstance(model, Decoder):
+    if stacked and isinstance(model, LanguageModel):
         model.stack()
     return model
 

@@ -16,9 +16,9 @@ from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMLP, GroupedMoEConfig, MoELayer, after_dense
 from .decoder.latent import LatentAttention, LatentConfig, yarn_scale
 from .decoder.model import KNOWN, Decoder
-from .decoder.rope import Rope, read_rope
 from .gguf.architectures.deepseek import DEEPSEEK_GGUF
 from .multimodal import SIGHT
+from .parts.rotary import Rope, read_rope
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope
 from .gguf.architectures.ernie4_5 import ERNIE45_GGUF
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

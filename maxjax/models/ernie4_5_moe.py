@@ -21,8 +21,8 @@ from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder
-from .decoder.rope import Rope
 from .gguf.architectures.ernie4_5 import ERNIE4_5_MOE_GGUF
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

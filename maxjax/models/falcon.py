@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 from ..dtype import DType
 from ..errors import UnsupportedModelError
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedParts
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
 from .gguf.architectures.gpt_neox import FALCON_GGUF
+from .parts.aliases import alias
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from ..graph.device import DeviceRef
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from ..nn.linear import MLP, gated, linears
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, factors_of, own
@@ -26,6 +25,7 @@ from .decoder.mamba2 import Mamba2Mixer, Mamba2Parts, Mamba2Settings, head_dim_o
 from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.norm import norm
 from .gguf.architectures.mamba2 import FALCON_H1_GGUF
+from .parts.aliases import alias
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointFormatError, UnsupportedModelError, closest
-from .decoder.config import DecoderConfig
-from .decoder.score import ENDING
 from .family import Family
 from .multimodal import ARCHITECTURES as _MULTIMODAL
 from .multimodal import TEXTS as _TEXTS
 from .multimodal import text_settings
+from .parts.config import LanguageModelConfig
+from .parts.score import ENDING
 
 # The end of an architecture's name, after the model's: its head, or a part of a multimodal model.
 _HEAD = re.compile(
@@ -76,7 +76,7 @@ def _with_score(architecture: str, config: Mapping[str, Any]) -> Family | None:
     """The decoder family of an architecture that is a decoder with a classification head; None if it is not."""
     base = architecture.removesuffix(ENDING) + "Model"
     for family in all_families() if architecture.endswith(ENDING) else ():
-        is_decoder = issubclass(family.config, DecoderConfig)
+        is_decoder = issubclass(family.config, LanguageModelConfig)
         if is_decoder and base in family.architectures and family.claims(config):
             return family
     return None

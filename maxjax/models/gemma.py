@@ -22,8 +22,8 @@ from .decoder.attention import DecoderAttention
 from .decoder.block import BothWays, DecoderLayer
 from .decoder.config import DecoderConfig, all_but_every, own, slides_of
 from .decoder.model import KNOWN, Decoder, DecoderFamily
-from .decoder.rope import Rope, both_ropes
 from .multimodal import SIGHT
+from .parts.rotary import Rope, both_ropes
 
 _GELU = "gelu_pytorch_tanh"
 # transformers' defaults for Gemma 3's base frequencies.

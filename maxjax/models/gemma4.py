@@ -26,11 +26,11 @@ from .decoder.config import layers_of, own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.layer_sizes import first_sizes, sizes_of_full
 from .decoder.norm import norm
-from .decoder.rope import both_ropes
 from .decoder.scaled_experts import ExpertsBeside, ScaledExperts
 from .gemma_sharing import BARE_OF_LAYERS, SharingConfig, SharingDecoder, SharingLayer
 from .gguf.architectures.gemma import GEMMA4_GGUF
 from .multimodal import SIGHT
+from .parts.rotary import both_ropes
 
 # Keys of sizes of layers with full attention: in ``per_layer_config`` → at the top level of older files.
 _OWN_SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}

@@ -96,14 +96,15 @@ class SharingConfig(Gemma3Config):
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
         """The keys and values of the layer, or a reference to the layer whose keys and values it reads."""
         near, one = self.slides[number], self.of_layer(number)
+        heads = one.num_attention_heads
         kinds = self.slides[: self.first_sharing]
         source = max(i for i, kind in enumerate(kinds) if kind is near)
         is_read = self.num_kv_shared_layers > 0 and number == source
         if number >= self.first_sharing:
             return {SHARED if near else "full": Shared(source)}
         if near and not is_read:
-            return {"sliding": KeysValues(one.kv_heads, one.width, self.sliding_window)}
-        return {SHARED if near else "full": KeysValues(one.kv_heads, one.width)}
+            return {"sliding": KeysValues(one.kv_heads, one.width, self.sliding_window, heads)}
+        return {SHARED if near else "full": KeysValues(one.kv_heads, one.width, None, heads)}
 
 
 class SharingAttention(DecoderAttention):

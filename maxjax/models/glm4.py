@@ -20,9 +20,9 @@ from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import norm
-from .decoder.rope import Rope
 from .gguf.architectures.glm4 import GLM4_GGUF, GLM_GGUF
 from .multimodal import SIGHT
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

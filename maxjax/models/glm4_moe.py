@@ -16,9 +16,9 @@ from .decoder.config import layers_of, own
 from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMoEConfig, MoELayer, after_dense
 from .decoder.model import Decoder
-from .decoder.rope import Rope
 from .gguf.architectures.glm4 import GLM4_MOE_GGUF
 from .multimodal import SIGHT
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

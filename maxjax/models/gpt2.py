@@ -24,12 +24,12 @@ from ..nn.activation import activation
 from ..nn.layer import Module
 from ..nn.transposed_linear import TransposedLinear
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention, resharded
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.positions import PositionedConfig, PositionedDecoder, PositionedModel
 from .family import Family
+from .parts.aliases import alias
 
 
 @dataclass(frozen=True)

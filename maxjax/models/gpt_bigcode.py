@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.config import own
 from .decoder.grouped import GroupedAttention
 from .gguf.architectures.starcoder import STARCODER_GGUF
 from .gpt2 import GPT2, GPT2_FAMILY, GPT2Config, GPT2Layer
+from .parts.aliases import alias
 
 
 @dataclass(frozen=True)

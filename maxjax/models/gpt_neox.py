@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from ..dtype import DType
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedParts
 from .decoder.model import Decoder, DecoderFamily, DecoderModel
-from .decoder.rope import Rope
 from .gguf.architectures.gpt_neox import GPT_NEOX_GGUF
+from .parts.aliases import alias
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

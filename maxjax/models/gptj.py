@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, count_of, own
 from .decoder.model import Decoder, DecoderFamily, DecoderModel
-from .decoder.rope import Rope
+from .parts.aliases import alias
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

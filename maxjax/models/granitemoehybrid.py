@@ -15,7 +15,6 @@ from ..dtype import DType
 from ..errors import UnsupportedModelError
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
 from .decoder.block import FusedMLP, HybridLayer
 from .decoder.config import check_kinds, kinds_of, layers_of, own
@@ -23,6 +22,7 @@ from .decoder.mamba2 import Mamba2Mixer, Mamba2Parts, head_dim_of, limits_of
 from .gguf.architectures.mamba2 import GRANITE_HYBRID_GGUF
 from .granite import Granite
 from .granitemoe import GRANITEMOE, GraniteMoEConfig, GraniteMoEMLP
+from .parts.aliases import alias
 
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 

@@ -14,12 +14,12 @@ import jax
 from ..nn.rope_scaling import LinearScalingParams
 from .config import setting
 from .decoder.config import own
-from .decoder.rope import Rope, read_rope
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, Layers, with_head
 from .family import Family
+from .parts.rotary import Rope, read_rope
 
 _FIXED = {
     "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True,

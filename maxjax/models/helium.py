@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .config import setting
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily
 from .decoder.norm import norm
-from .decoder.rope import Rope, read_rope, rope_settings
 from .gguf.architectures.hunyuan import HUNYUAN_GGUF
+from .parts.rotary import Rope, read_rope, rope_settings
 
 
 @dataclass(frozen=True)

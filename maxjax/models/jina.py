@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import own
-from .decoder.rope import Rope, read_rope
 from .encoder.attention import EncoderAttention, Types
 from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig
 from .encoder.model import ClassificationHead, NormedEncoder, with_head
 from .family import Family
 from .gguf.architectures.jina import JINA_V3_GGUF
+from .parts.rotary import Rope, read_rope
 
 _LOG = logging.getLogger("maxjax")
 # In files with updates, each weight has the name of a parametrised torch weight, beside its updates.

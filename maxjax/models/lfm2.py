@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.block import HybridLayer
 from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, layers_of, own
@@ -19,6 +18,7 @@ from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .decoder.short_conv import ShortConv
 from .gguf.architectures.lfm2 import LFM2_GGUF
 from .multimodal import SIGHT
+from .parts.aliases import alias
 
 _KINDS = {"conv": True, "full_attention": False}
 

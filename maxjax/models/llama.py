@@ -1,36 +1,332 @@
-"""Llama 1 to 3: the decoder of ``decoder/`` unchanged. Attributes are named as in its checkpoints.
+"""Llama 1 to 3, and the models that are computed alike: Mistral, Qwen 2 and 2.5, Seed-OSS, Yi and many more.
 
-Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783.
+::
+
+    x = embed_tokens[ids]
+    in each layer:
+        h = input_layernorm(x)
+        q, k, v = rope(q_proj(h)), rope(k_proj(h)), v_proj(h)
+        x = x + o_proj(softmax(q kᵀ / √D) v)                 for each head, over the tokens before
+        h = post_attention_layernorm(x)
+        x = x + down_proj(silu(gate_proj(h)) · up_proj(h))
+    logits = lm_head(norm(x))
+
+Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783; Mistral arXiv:2310.06825; Qwen 2 arXiv:2407.10671.
+
+Shapes: B sequences, T tokens, H query heads, K key-value heads, head width D, hidden size E, F inner features,
+V tokens in the vocabulary. A decode step, with one token per sequence, has no axis T.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, Self
 
-from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily
+import jax
+
+from ..dtype import DType
+from ..nn.activation import activation
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear, linears
+from ..nn.norm import RMSNorm
+from .decoder.model import DecoderFamily
+from .gguf.architectures.seed_oss import SEED_OSS_GGUF
 from .multimodal import SIGHT
+from .parts import (
+    CAUSAL,
+    FULL,
+    SLIDING,
+    Angles,
+    LanguageModel,
+    LanguageModelConfig,
+    LayerCache,
+    Rope,
+    attend,
+    bidirectional,
+    config_field,
+    constant,
+    layer_count,
+    layers,
+    merge_heads,
+    rope,
+    run_layers,
+    size,
+    sliding,
+    split_features_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_defaults,
+)
 
 
 @dataclass(frozen=True)
-class LlamaConfig(DecoderConfig):
-    """The settings of a Llama, with Hugging Face's defaults for missing keys."""
+class LlamaConfig(LanguageModelConfig):
+    """The settings of a Llama: the keys of its ``config.json``, with transformers' defaults.
+
+    Attributes:
+        num_key_value_heads: K; ``num_attention_heads`` by default.
+        head_dim: D; ``hidden_size / num_attention_heads`` by default.
+        rope_parameters: the rotary position embedding.
+        attention_bias, mlp_bias: whether the linear layers of attention and MLP have biases.
+        attention_out_bias: whether the output projection of attention has one; as ``attention_bias`` by default.
+        is_causal: whether a token attends only to those before it. Models that were fine-tuned to embed
+            texts may attend in both directions (arXiv:2404.05961).
+    """
 
     model_type = "llama"
-    fixed = {"sliding_window": None}
 
-    causal_only: ClassVar[bool] = False
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    num_key_value_heads: int | None = size(default=None)
+    head_dim: int | None = size(default=None)
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_parameters: Rope = Rope(theta=10_000.0)
+    attention_bias: bool = False
+    attention_out_bias: bool | None = constant(None)
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    is_causal: bool = True
 
 
-class Llama(Decoder):
+class LlamaAttention(Module):
+    """Attention with rotary positions, in which H/K query heads share a key-value head (arXiv:2305.13245)."""
+
+    def __init__(self, config: Any, layer: int, dtype: DType):
+        super().__init__()
+        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        E, bias, out_bias = config.hidden_size, config.attention_bias, config.attention_out_bias
+        self.heads, self.kv_heads, self.head_dim = H, K, D
+        window = config.window(layer)
+        self.mask = CAUSAL if window is None else sliding(window)
+        if not config.is_causal:
+            self.mask = bidirectional(window)
+        self.q_proj = Linear(E, H * D, dtype, has_bias=bias)
+        self.k_proj = Linear(E, K * D, dtype, has_bias=bias)
+        self.v_proj = Linear(E, K * D, dtype, has_bias=bias)
+        self.o_proj = Linear(H * D, E, dtype, has_bias=bias if out_bias is None else out_bias)
+
+    def __call__(
+        self, x: jax.Array, cache: LayerCache, angles: Angles
+    ) -> tuple[jax.Array, LayerCache]:
+        q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)  # [B, T, H D], [B, T, K D]
+        q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        q, k = rope(q, angles), rope(k, angles)
+        y, cache = attend(q, k, v, cache, self.mask, scale=self.head_dim**-0.5)  # [B, T, H, D]
+        return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
+        return split_heads_over_mesh(outputs, {"o_proj": self.heads}, self.head_dim)
+
+
+class LlamaMLP(Module):
+    """The gated MLP, SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, config: Any, dtype: DType):
+        super().__init__()
+        E, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.act = config.hidden_act
+        self.gate_proj = Linear(E, F, dtype, has_bias=bias)
+        self.up_proj = Linear(E, F, dtype, has_bias=bias)
+        self.down_proj = Linear(F, E, dtype, has_bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = linears([self.gate_proj, self.up_proj], x)  # [B, T, F]
+        return self.down_proj(activation(self.act)(gate) * up).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        return split_features_over_mesh(["gate_proj", "up_proj"], ["down_proj"])
+
+
+class LlamaBlock(Module):
+    """One layer: attention, then the MLP, each added to the hidden states."""
+
+    def __init__(self, config: Any, layer: int, dtype: DType):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config, layer, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config, dtype)
+
+    def __call__(
+        self, x: jax.Array, cache: LayerCache, angles: Angles
+    ) -> tuple[jax.Array, LayerCache]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, angles)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class LlamaModel(Module):
+    """The model without its head: ``model`` in the files."""
+
+    def __init__(self, config: Any, dtype: DType):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers: Any = LayerList(
+            LlamaBlock(config, layer, dtype) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+
+    def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        x = self.embed_tokens(ids).astype(self.dtype.np)  # [B, T, E]
+        angles = self.config.rope_parameters.angles(cache, self.config.head_dim)
+        x, cache = run_layers(self.layers, x, cache, angles)
+        return self.norm(x), cache
+
+
+class Llama(LanguageModel):
     """A Llama language model.
 
+    Args:
+        config: settings of the model.
+        dtype: dtype of the weights and of the activations between layers. Norms, softmax and sums
+            are computed in float32 for every dtype.
+        stacked: whether the layers are held as a LayerStack, whose body is compiled once.
+
     Example:
-        >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
-        >>> list(model.raw_state_dict())[:3]
+        >>> config = LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
+        >>> list(Llama(config).raw_state_dict())[:3]
         ['lm_head.weight', 'model.embed_tokens.weight', 'model.norm.weight']
     """
 
+    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+        super().__init__(config, dtype)
+        self.model = LlamaModel(config, self.dtype)
+        self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)
+        if stacked:
+            self.stack()
+
 
 LLAMA = Llama.family = DecoderFamily.of(Llama, LlamaConfig, sight=SIGHT)
+
+# --- Mistral: each token attends to a window of tokens ------------------------------------------
+
+
+@dataclass(frozen=True)
+class MistralConfig(LlamaConfig):
+    """The settings of a Mistral: all its layers have the sliding window, if there is one."""
+
+    model_type = "mistral"
+
+    num_key_value_heads: int | None = size(default=8)
+    max_position_embeddings: int = 131_072
+    attention_bias: bool = constant(False)
+    mlp_bias: bool = constant(False)
+    sliding_window: int | None = size(default=None)
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file, in which null stands for no window."""
+        return super().from_hf(with_defaults(raw, {"sliding_window": 4096}), **values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings; no window is null."""
+        return {**super().to_hf(), "sliding_window": self.sliding_window}
+
+
+class Mistral(Llama):
+    """A Mistral language model.
+
+    Example:
+        >>> sizes = dict(num_hidden_layers=2, num_attention_heads=8, sliding_window=4)
+        >>> Mistral(MistralConfig(100, 16, 32, **sizes)).cache(1, 64).sliding.size
+        4
+    """
+
+
+MISTRAL = Mistral.family = DecoderFamily.of(Mistral, MistralConfig, sight=SIGHT)
+
+
+# --- Qwen 2 and 2.5: queries, keys and values have biases ---------------------------------------
+
+
+def window_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``layer_types`` and ``sliding_window`` of a Qwen, whose files may switch the window off.
+
+    If it is used, the layers from ``max_window_layers`` on have it, unless ``layer_types`` lists them.
+    """
+    raw = with_defaults(raw, {"sliding_window": 4096, "max_window_layers": 28})
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    first, kinds = raw.get("max_window_layers"), raw.get("layer_types")
+    if kinds is None and type(first) is int:
+        slides = [window is not None and i >= first for i in range(layer_count(raw))]
+        kinds = [SLIDING if one else FULL for one in slides]
+    is_used = kinds is None or SLIDING in kinds
+    return {"layer_types": kinds, "sliding_window": window if is_used else None}
+
+
+@dataclass(frozen=True)
+class Qwen2Config(LlamaConfig):
+    """The settings of a Qwen 2 or 2.5: only the projections of queries, keys and values have biases."""
+
+    model_type = "qwen2"
+
+    max_position_embeddings: int = 32_768
+    attention_bias: bool = constant(True)
+    attention_out_bias: bool | None = constant(False)
+    mlp_bias: bool = constant(False)
+    sliding_window: int | None = size(default=None)
+    layer_types: tuple[str, ...] = config_field((), choices=(FULL, SLIDING))
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file, with the window of :func:`window_layers`."""
+        raw = with_defaults(raw, {"num_key_value_heads": 32}).replaced(window_layers(raw))
+        return super().from_hf(raw, **values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, with the switch of the window."""
+        return {**super().to_hf(), "use_sliding_window": SLIDING in self.layer_types}
+
+
+class Qwen2(Llama):
+    """A Qwen 2 or 2.5 language model, also the text model of Qwen2-VL and Qwen2.5-VL.
+
+    Example:
+        >>> config = Qwen2Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
+        >>> [name for name in Qwen2(config).raw_state_dict() if "0.self_attn" in name][:2]
+        ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.q_proj.bias']
+    """
+
+
+QWEN2 = Qwen2.family = DecoderFamily.of(Qwen2, Qwen2Config, sight=SIGHT)
+
+
+# --- Seed-OSS: the output projection has a bias of its own --------------------------------------
+
+
+@dataclass(frozen=True)
+class SeedOSSConfig(LlamaConfig):
+    """The settings of a Seed-OSS."""
+
+    model_type = "seed_oss"
+
+    max_position_embeddings: int = 524_288
+    attention_bias: bool = True
+    attention_out_bias: bool | None = False
+    is_causal: bool = constant(True)
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file."""
+        defaults = {"num_key_value_heads": 8, "head_dim": 128}
+        return super().from_hf(with_defaults(raw, defaults), **values)
+
+
+class SeedOSS(Llama):
+    """A Seed-OSS language model."""
+
+
+SEED_OSS = SeedOSS.family = DecoderFamily.of(
+    SeedOSS, SeedOSSConfig, "SeedOssForCausalLM", "SeedOssModel", gguf=SEED_OSS_GGUF
+)

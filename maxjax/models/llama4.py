@@ -19,16 +19,16 @@ from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..nn.linear import MLP
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import DecoderAttention
 from .decoder.config import count_of, kinds_of, layers_of, own, rotates_of, windowed
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder
 from .decoder.norm import unit_rms
-from .decoder.rope import QueryScaling, Rope, read_rope
 from .gguf.architectures.llama4 import LLAMA4_GGUF
 from .multimodal import SIGHT
+from .parts.aliases import alias
+from .parts.rotary import QueryScaling, Rope, read_rope
 
 _CHUNKED = {"full_attention": False, "chunked_attention": True}
 

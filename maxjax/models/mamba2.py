@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import Cached, Step
 from .decoder.config import DecoderConfig, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings, limits_of
 from .decoder.mixer import MixerLayer
 from .decoder.model import Decoder, DecoderFamily, DecoderModel
 from .gguf.architectures.mamba2 import MAMBA2_GGUF
+from .parts.aliases import alias
 
 
 @dataclass(frozen=True)

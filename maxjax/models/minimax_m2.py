@@ -18,9 +18,9 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
 from .decoder.model import Decoder
-from .decoder.rope import Rope, read_rope
 from .gguf.architectures.minimax_m2 import MINIMAX_M2_GGUF
 from .mixtral import MixtralLayer
+from .parts.rotary import Rope, read_rope
 
 
 @dataclass(frozen=True)

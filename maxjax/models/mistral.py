@@ -15,33 +15,20 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import QueryScaling, rope_or, rope_settings
 from .gguf.architectures.mistral import MINISTRAL3_GGUF
 from .multimodal import SIGHT
+from .parts.rotary import QueryScaling, rope_or, rope_settings
 
 _LENGTH = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
-class MistralConfig(DecoderConfig):
-    """The settings of a Mistral: all its layers have the sliding window, if there is one."""
-
-    model_type = "mistral"
-    fixed = {"attention_bias": False, "mlp_bias": False}
-
-    causal_only: ClassVar[bool] = False
-
-    unsaid: ClassVar[Mapping[str, Any]] = {"sliding_window": 4096}
-
-    max_position_embeddings: int = setting(default=131072, minimum=1)
-    num_key_value_heads: int | None = setting(default=8, minimum=1, held="axis")
-
-
-@dataclass(frozen=True)
-class Ministral3Config(MistralConfig):
+class Ministral3Config(DecoderConfig):
     """The settings of a Ministral 3."""
 
     model_type = "ministral3"
+    fixed = {"attention_bias": False, "mlp_bias": False}
+    causal_only: ClassVar[bool] = False
 
     unsaid: ClassVar[Mapping[str, Any]] = {}
     unsaid_rope: ClassVar[Mapping[str, Any]] = {
@@ -49,6 +36,7 @@ class Ministral3Config(MistralConfig):
         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     }  # fmt: skip
 
+    num_key_value_heads: int | None = setting(default=8, minimum=1, held="axis")
     head_dim: int | None = setting(default=128, minimum=1, held="axis")
     max_position_embeddings: int = setting(default=262144, minimum=1)
     rms_norm_eps: float = setting(default=1e-5)
@@ -79,21 +67,10 @@ class Ministral3Config(MistralConfig):
         return {**raw, "rope_scaling": {**raw["rope_scaling"], **own}}
 
 
-class Mistral(Decoder):
-    """A Mistral language model.
-
-    Example:
-        >>> config = MistralConfig(100, 16, 32, num_hidden_layers=2, num_attention_heads=8, sliding_window=4)
-        >>> config.slides, Mistral(config).cache(1, 64).sliding.size
-        ((True, True), 4)
-    """
-
-
 class Ministral3(Decoder):
     """A Ministral 3 language model."""
 
 
-MISTRAL = Mistral.family = DecoderFamily.of(Mistral, MistralConfig, sight=SIGHT)
 MINISTRAL3 = Ministral3.family = DecoderFamily.of(
     Ministral3, Ministral3Config, gguf=MINISTRAL3_GGUF, sight=SIGHT
 )

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, MoELayer
 from .decoder.model import Decoder
+from .parts.aliases import alias
 
 
 @dataclass(frozen=True)

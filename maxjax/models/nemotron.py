@@ -14,8 +14,8 @@ from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope
 from .gguf.architectures.nemotron import ARCEE_GGUF, NEMOTRON_GGUF
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

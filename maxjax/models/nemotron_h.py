@@ -14,7 +14,6 @@ import jax
 from ..dtype import DType
 from ..nn.kv_cache.kinds import KeysValues, Shared, States
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import PlainMLP
 from .decoder.config import DecoderConfig, kinds_of, own
@@ -22,6 +21,7 @@ from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
 from .decoder.mixer import MixerLayer
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
 from .gguf.architectures.mamba2 import NEMOTRON_H_GGUF
+from .parts.aliases import alias
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import own
-from .decoder.rope import Rope, read_rope
 from .encoder.attention import EncoderAttention, Types
 from .encoder.block import EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import NormedEncoder, with_head
 from .family import Family
 from .gguf.architectures.nomic import NOMIC_BERT_GGUF
+from .parts.rotary import Rope, read_rope
 
 _USUAL = {
     "vocab_size": 30528, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,

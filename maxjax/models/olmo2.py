@@ -15,8 +15,8 @@ from .config import setting
 from .decoder.block import PostNormLayer
 from .decoder.config import DecoderConfig, all_but_every, layers_of, own, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope, both_ropes
 from .gguf.architectures.olmo import OLMO2_GGUF
+from .parts.rotary import Rope, both_ropes
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from ..nn.activation import activation
 from ..nn.layer import Module
 from ..nn.linear import Linear, linear_rules
 from .config import setting
-from .decoder.aliases import alias
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.config import own
 from .decoder.model import DecoderModel
 from .decoder.norm import norm
 from .decoder.positions import PositionedConfig, PositionedDecoder, PositionedModel
 from .family import Family
+from .parts.aliases import alias
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from .decoder.attention import DecoderAttention
 from .decoder.block import DecoderLayer, FusedMLP
 from .decoder.config import DecoderConfig
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope, object_of, read_rope
 from .gguf.architectures.phi import PHI3_GGUF
+from .parts.rotary import Rope, object_of, read_rope
 
 # Names in the first files for LongRoPE, the only kind of RoPE scaling in this family.
 _LONGROPE = ("su", "yarn")

@@ -18,9 +18,9 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
 from .decoder.model import Decoder
-from .decoder.rope import rope_settings
 from .encoder.config import refuse
 from .mixtral import MixtralLayer
+from .parts.rotary import rope_settings
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3. Attributes are named as in Hugging Face's checkpoints.
+"""Qwen 3. Attributes are named as in Hugging Face's checkpoints.
 
 These models are also the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
@@ -36,26 +36,6 @@ def window_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Qwen2Config(DecoderConfig):
-    """The settings of a Qwen 2 or 2.5: only the projections of queries, keys and values have biases."""
-
-    model_type = "qwen2"
-
-    causal_only: ClassVar[bool] = False
-
-    unsaid: ClassVar[Mapping[str, Any]] = {**WINDOW, "num_key_value_heads": 32}
-
-    max_position_embeddings: int = setting(default=32768, minimum=1)
-    attention_bias: bool = setting(default=True)
-    output_bias: bool | None = own(False)
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The biases, which do not depend on the file, and the sliding window."""
-        return {"attention_bias": True, "mlp_bias": False, **window_settings(raw)}
-
-
-@dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
     """The settings of a Qwen 3: each head of queries and keys is normalised."""
 
@@ -75,19 +55,8 @@ class Qwen3Config(DecoderConfig):
         return {"mlp_bias": False, **window_settings(raw)}
 
 
-class Qwen2(Decoder):
-    """A Qwen 2 or 2.5 language model.
-
-    Example:
-        >>> config = Qwen2Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
-        >>> [name for name in Qwen2(config).raw_state_dict() if "0.self_attn" in name][:2]
-        ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.q_proj.bias']
-    """
-
-
 class Qwen3(Decoder):
     """A Qwen 3 language model."""
 
 
-QWEN2 = Qwen2.family = DecoderFamily.of(Qwen2, Qwen2Config, sight=SIGHT)
 QWEN3 = Qwen3.family = DecoderFamily.of(Qwen3, Qwen3Config, sight=SIGHT)

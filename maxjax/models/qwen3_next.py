@@ -22,8 +22,8 @@ from .decoder.config import own
 from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
 from .decoder.model import KNOWN, Decoder
-from .decoder.rope import Rope
 from .gguf.architectures.qwen3_next import QWEN3_NEXT_GGUF
+from .parts.rotary import Rope
 from .qwen2_moe import Qwen2MoELayer
 from .qwen3_moe import Qwen3MoEConfig
 

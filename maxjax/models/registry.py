@@ -17,9 +17,9 @@ from .gguf.table import ARCHITECTURE_OF, add_table
 # File and name of each family, in the order in which ``find_family`` tries them.
 # fmt: off
 _NAMES = (
-    "llama.LLAMA", "mistral.MISTRAL", "qwen.QWEN2", "qwen.QWEN3", "mistral.MINISTRAL3",
+    "llama.LLAMA", "llama.MISTRAL", "llama.QWEN2", "qwen.QWEN3", "mistral.MINISTRAL3",
     "olmo2.OLMO2", "olmo2.OLMO3", "phi3.PHI3", "smollm3.SMOLLM3", "granite.GRANITE",
-    "glm4.GLM_FAMILY", "glm4.GLM4_FAMILY", "cohere.COHERE", "cohere.COHERE2", "seed_oss.SEED_OSS",
+    "glm4.GLM_FAMILY", "glm4.GLM4_FAMILY", "cohere.COHERE", "cohere.COHERE2", "llama.SEED_OSS",
     "exaone4.EXAONE4", "starcoder2.STARCODER2", "stablelm.STABLELM", "ernie4_5.ERNIE45",
     "hunyuan.HUNYUAN", "gpt_neox.GPT_NEOX", "falcon.FALCON", "mixtral.MIXTRAL",
     "qwen2_moe.QWEN2_MOE", "qwen3_moe.QWEN3_MOE", "gpt_oss.GPT_OSS", "deepseek.DEEPSEEK_V2",

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import DecoderConfig, own, rotates_of, slides_of, windowed
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope
 from .gguf.architectures.smollm3 import SMOLLM3_GGUF
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

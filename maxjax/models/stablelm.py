@@ -15,8 +15,8 @@ from .config import setting
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.model import Decoder, DecoderFamily
-from .decoder.rope import Rope
 from .gguf.architectures.stablelm import STABLELM_GGUF
+from .parts.rotary import Rope
 
 
 @dataclass(frozen=True)

@@ -47,18 +47,38 @@ EFFECTS: Mapping[str, tuple[Any, ...]] = {
 _told: set[tuple[str, str]] = set()
 
 
-class Looked(Mapping[str, Any]):
-    """A configuration that remembers which of its keys were looked at, one by one.
+class ReadTracker(Mapping[str, Any]):
+    """The content of a configuration file, which remembers the keys that were read.
+
+    Attributes:
+        path: path of the file, for messages; None: not known.
 
     Example:
-        >>> looked = Looked({"a": 1, "b": 2})
-        >>> looked.get("a"), looked.get("c"), sorted(looked.keys_seen)
+        >>> raw = ReadTracker({"a": 1, "b": 2})
+        >>> raw.get("a"), raw.get("c"), sorted(raw.keys_seen)
         (1, None, ['a', 'c'])
     """
 
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = values
+    def __init__(self, values: Mapping[str, Any], path: Any = None):
+        self._values, self.path = values, path
         self.keys_seen: set[str] = set()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ReadTracker:
+        """Return a ReadTracker with these values; one itself, unchanged."""
+        return values if isinstance(values, ReadTracker) else cls(values)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ReadTracker:
+        """Return the content with values for keys that the file does not have; null in the file stays null."""
+        found = ReadTracker({**defaults, **self._values}, self.path)
+        found.keys_seen = self.keys_seen
+        return found
+
+    def replaced(self, values: Mapping[str, Any]) -> ReadTracker:
+        """Return the content with other values for some keys."""
+        found = ReadTracker({**self._values, **values}, self.path)
+        found.keys_seen = self.keys_seen
+        return found
 
     def __getitem__(self, key: str) -> Any:
         self.keys_seen.add(key)

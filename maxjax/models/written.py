@@ -14,19 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError, some
-from ..nn.rope_scaling import (
-    DynamicScalingParams,
-    LinearScalingParams,
-    Llama3RopeScalingParams,
-    LongRoPEScalingParams,
-    YarnScalingParams,
-)
 from .config import ModelConfig
 from .decoder.config import DecoderConfig
-from .decoder.rope import Proportional, Rope
-from .decoder.score import ENDING
 from .family import PretrainedModel
-from .unread import Looked
+from .parts.config import LanguageModelConfig
+from .parts.score import ENDING
+from .unread import ReadTracker
 
 # The names of layers, by the field that tells them apart: (where it is True, where it is False).
 _KINDS = {
@@ -71,7 +64,7 @@ def config_of(
             "(docs/families.md), or pass the content as config="
         )
     whole, score = family.architectures[0], getattr(model, "score", None)
-    if isinstance(config, DecoderConfig):
+    if isinstance(config, LanguageModelConfig):
         labels = None if score is None else int(score.weight.logical_shape[0])
         name = family.architectures[-1] if model.lm_head is None else whole  # type: ignore[attr-defined]
     else:
@@ -102,6 +95,10 @@ def written(config: Any, labels: int | None = None) -> dict[str, Any]:
         (2, 10000.0)
     """
     cls = type(config)
+    if isinstance(config, LanguageModelConfig) and not isinstance(config, DecoderConfig):
+        found = {**config.to_hf(), **_labels(labels)}
+        _check(config, found)
+        return found
     fields = [one for one in dataclasses.fields(cls) if not one.metadata.get("own")]
     found = {cls.key_of(one.name): _plain(getattr(config, one.name)) for one in fields}
     # null counts as absent, so None is only written where it differs from the default.
@@ -109,9 +106,7 @@ def written(config: Any, labels: int | None = None) -> dict[str, Any]:
     kept = {*cls.unsaid, *(key for key, default in usual.items() if default is not None)}
     found = {key: one for key, one in found.items() if one is not None or key in kept}
     labels = getattr(config, "num_labels", None) if labels is None else labels
-    if labels is not None:
-        found["id2label"] = {str(i): f"LABEL_{i}" for i in range(labels)}
-        found["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
+    found |= _labels(labels)
     seen: frozenset[str] = frozenset()
     while True:
         made, looked = _computed(cls, found)
@@ -131,6 +126,14 @@ def written(config: Any, labels: int | None = None) -> dict[str, Any]:
     return found
 
 
+def _labels(count: int | None) -> dict[str, Any]:
+    """The names of this number of labels, as transformers writes them for labels without names."""
+    if count is None:
+        return {}
+    names = {str(i): f"LABEL_{i}" for i in range(count)}
+    return {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
+
+
 def _plain(value: Any) -> Any:
     """A value as JSON has it."""
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
@@ -138,7 +141,7 @@ def _plain(value: Any) -> Any:
 
 def _computed(cls: type[ModelConfig], raw: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """(The values that a family computes when it reads a file, the keys that it looks at for them)."""
-    looked, made = Looked({**cls.unsaid, **raw}), {}
+    looked, made = ReadTracker({**cls.unsaid, **raw}), {}
     for read in (
         lambda: cls.ropes(looked, raw.get("max_position_embeddings") or 2048),  # type: ignore[attr-defined]
         lambda: cls.derived(looked),  # type: ignore[attr-defined]
@@ -260,7 +263,7 @@ def _ropes(config: Any, seen: frozenset[str]) -> dict[str, Any]:
     if "global_rope_theta" in seen and local is not None:
         return {"global_rope_theta": rope.theta, "local_rope_theta": local.theta}
     # Without such an object, some families scale it all the same.
-    scaling = rope_scaling(config, rope) or (
+    scaling = rope.scaling_to_hf() or (
         {"rope_type": "default"} if getattr(config, "unsaid_rope", None) else None
     )
     base = "rotary_emb_base" if "rotary_pct" in seen else "rope_theta"
@@ -287,41 +290,3 @@ def _ropes(config: Any, seen: frozenset[str]) -> dict[str, Any]:
     if "rope_interleave" in seen:
         found["rope_interleave"] = rope.interleaved
     return {key: value for key, value in found.items() if value is not None}
-
-
-def rope_scaling(config: Any, rope: Rope) -> dict[str, Any] | None:
-    """The content of ``rope_scaling``; None if RoPE is not scaled."""
-    scaling = rope.scaling
-    match scaling:
-        case None:
-            return None
-        case LinearScalingParams():
-            return {"rope_type": "linear", "factor": scaling.factor}
-        case DynamicScalingParams():
-            return {"rope_type": "dynamic", "factor": scaling.factor}
-        case Llama3RopeScalingParams():
-            return {
-                "rope_type": "llama3", "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.orig_max_position,
-            }  # fmt: skip
-        case YarnScalingParams():
-            found: dict[str, Any] = {
-                "rope_type": "yarn", "factor": scaling.factor, "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow, "attention_factor": rope.magnitude,
-                "original_max_position_embeddings": scaling.original_max_position_embeddings,
-            }  # fmt: skip
-            return found | ({} if scaling.truncate else {"truncate": False})
-        case LongRoPEScalingParams():
-            return {
-                "rope_type": "longrope", "short_factor": list(scaling.short_factor),
-                "long_factor": list(scaling.long_factor), "attention_factor": rope.magnitude,
-                "original_max_position_embeddings": scaling.original_max_position,
-            }  # fmt: skip
-        case Proportional():
-            return {
-                "rope_type": "proportional", "partial_rotary_factor": scaling.share, "factor": scaling.factor,
-            }  # fmt: skip
-    raise UserInputError(
-        f"cannot write config.json: RoPE with {type(scaling).__name__} is not supported"
-    )

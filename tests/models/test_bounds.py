@@ -15,8 +15,8 @@ from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedM
 from maxjax.graph.weights import load_weights
 from maxjax.models import FAMILIES, Decoder, DecoderConfig, Gemma3, LlamaConfig, build
 from maxjax.models.bounds import check_bounds
-from maxjax.models.decoder.rope import Rope
 from maxjax.models.encoder.config import EncoderConfig
+from maxjax.models.parts.rotary import Rope
 from maxjax.nn.rope_scaling import YarnScalingParams
 from tests.models.decoders import oracle
 from tests.models.families.cases import Case

@@ -15,7 +15,6 @@ from maxjax.models.bert import BertConfig
 from maxjax.models.cohere import Cohere2Config
 from maxjax.models.config import ModelConfig, read_object, setting
 from maxjax.models.deberta_v2 import DebertaV2Config
-from maxjax.models.decoder.rope import QueryScaling, Rope
 from maxjax.models.deepseek import DeepseekV2Config
 from maxjax.models.ernie4_5 import Ernie45Config
 from maxjax.models.ernie4_5_moe import Ernie45MoEConfig
@@ -27,12 +26,12 @@ from maxjax.models.gptj import GPTJConfig
 from maxjax.models.gte import GteConfig
 from maxjax.models.hunyuan_moe import HunyuanMoEConfig
 from maxjax.models.lfm2_moe import LFM2MoEConfig
-from maxjax.models.llama import LlamaConfig
+from maxjax.models.llama import LlamaConfig, MistralConfig, SeedOSSConfig
 from maxjax.models.minimax_m2 import MiniMaxM2Config
-from maxjax.models.mistral import Ministral3Config, MistralConfig
+from maxjax.models.mistral import Ministral3Config
 from maxjax.models.modernbert import ModernBertConfig
+from maxjax.models.parts.rotary import QueryScaling, Rope
 from maxjax.models.qwen3_5 import Qwen35MoEConfig
-from maxjax.models.seed_oss import SeedOSSConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ def test_configurations_are_frozen_and_hashable():
         (LlamaConfig, "num_kv_heads", "num_key_value_heads"),
         (GPT2Config, "n_layer", "num_hidden_layers"),
         (BertConfig, "n_head", "num_attention_heads"),
-        (LlamaConfig, "slide", "slides"),
+        (LlamaConfig, "rope_parameter", "rope_parameters"),
     ],
 )
 def test_an_unknown_keyword_is_refused_with_its_name_here(config, old, new):

@@ -5,7 +5,7 @@ import pytest
 
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.models import LlamaConfig, MistralConfig
-from maxjax.models.decoder.rope import read_rope
+from maxjax.models.parts.rotary import read_rope
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
 from tests.oracles.models import settings_of
@@ -268,14 +268,14 @@ def test_defaults_are_those_of_transformers():
     for ours_ in (LlamaConfig, MistralConfig):
         raw = {**RAW, "hidden_size": 16, "num_attention_heads": 8}
         mine, other = ours_.from_dict(raw), settings_of(ours_.__name__, raw)
-        assert mine.kv_heads == other.num_key_value_heads
+        assert mine.num_key_value_heads == other.num_key_value_heads
         assert mine.max_position_embeddings == other.max_position_embeddings
-        assert mine.sliding_window == getattr(other, "sliding_window", None)
+        assert mine.window(0) == getattr(other, "sliding_window", None)
         assert mine.rms_norm_eps == other.rms_norm_eps
         assert mine.tie_word_embeddings == other.tie_word_embeddings
-        assert mine.rope.theta == other.rope_parameters["rope_theta"]
+        assert mine.rope_parameters.theta == other.rope_parameters["rope_theta"]
     null = MistralConfig.from_dict({**raw, "sliding_window": None})
-    assert null.sliding_window is None and not any(null.slides)
+    assert null.sliding_window is None and null.window(0) is None
 
 
 def test_a_file_cannot_say_what_only_a_family_knows():

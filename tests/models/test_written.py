@@ -11,7 +11,6 @@ import maxjax
 from maxjax.errors import UserInputError
 from maxjax.models import Decoder, DecoderConfig, Llama, LlamaConfig, find_family
 from maxjax.models.bert import BertConfig, BertForSequenceClassification
-from maxjax.models.decoder.rope import QueryScaling
 from maxjax.models.find import text_of
 from maxjax.models.registry import FAMILIES
 from maxjax.models.written import config_of, written
@@ -131,8 +130,8 @@ def test_a_decoder_with_a_classification_head(tmp_path):
     "model, says",
     [
         (
-            lambda: Llama(dataclasses.replace(SETTINGS, query_scaling=QueryScaling(0.1, 8))),
-            "says query_scaling=",
+            lambda: Llama(dataclasses.replace(SETTINGS, attention_out_bias=True)),
+            "says attention_out_bias=",
         ),
         (
             lambda: Llama(Mine(96, 16, 24, num_hidden_layers=2, num_attention_heads=4)),
@@ -167,8 +166,8 @@ def test_a_registered_family_of_ones_own_writes_its_keys():
         "Own", [("depth", int, maxjax.models.config.setting("my_depth", default=4))],
         bases=(type(config),), namespace={"model_type": "own"}, frozen=True,
     )  # fmt: skip
-    family = maxjax.models.DecoderFamily.of(type("Own", (Llama,), {}), mine)
-    model = type("Own", (Llama,), {"family": family})(
+    family = maxjax.models.DecoderFamily.of(type("Own", (maxjax.models.Olmo2,), {}), mine)
+    model = type("Own", (maxjax.models.Olmo2,), {"family": family})(
         mine(96, 16, 24, num_hidden_layers=2, num_attention_heads=4, depth=7)
     )
     found = config_of(model)

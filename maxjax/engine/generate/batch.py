@@ -15,7 +15,7 @@ from ...errors import UserInputError
 from ...graph.placement.arrays import put
 from ...graph.placement.specs import mesh_of
 from ...lockstep import Lockstep
-from ...models.decoder.rope import reading_length, same_until
+from ...models.parts.rotary import reading_length, same_until
 from ...models.weights import check_loaded, named_dtype
 from ...nn.kv_cache.cache import KVCache
 from ...nn.layer.observe.programs import Watch

@@ -35,12 +35,12 @@ from ...graph.placement.specs import (
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import StaticDim
 from ...graph.weights import FileWeights, GGUFWeights
-from ...models import Decoder, PretrainedModel, build, config_beside, find_family, tensors
+from ...models import LanguageModel, PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
 from ...models.config import read_object
-from ...models.decoder.config import DecoderConfig, groups_of_config
 from ...models.find import all_families
 from ...models.gguf import config_of
+from ...models.parts.config import LanguageModelConfig, groups_of_config
 from ...models.quantized import refuse_mlx
 from ...nn.attention import AttentionWithRope
 from ...nn.kv_cache.kinds import KeysValues, LatentVectors
@@ -262,12 +262,12 @@ def _attention_of(module: Any) -> list[names.Heads | names.Fixed]:
             names.Heads(1, m.n_heads, m.num_key_value_heads, m.head_dim, m.head_dim) for m in layers
         ]
     config = getattr(module, "config", None)
-    if isinstance(config, DecoderConfig):
+    if isinstance(config, LanguageModelConfig):
         return _kept_by(config)
     return _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
 
 
-def _kept_by(config: DecoderConfig) -> list[names.Heads | names.Fixed]:
+def _kept_by(config: LanguageModelConfig) -> list[names.Heads | names.Fixed]:
     """What the layers of a decoder cache: KV heads for each token, or a state for each sequence."""
     found: list[names.Heads | names.Fixed] = []
     groups = groups_of_config(config)
@@ -335,7 +335,7 @@ def _of_model(weights: FileWeights, config: Mapping[str, Any], rules: Any) -> Fo
 
     def as_loaded(mesh: Any, dtype: DType | None) -> Any:
         made: Any = build(weights, config, dtype, stacked=False, tie=tied)
-        return made.stack_for(mesh) if isinstance(made, Decoder) else made
+        return made.stack_for(mesh) if isinstance(made, LanguageModel) else made
 
     return Footprint(
         "the model's own rules", tensors_of, lambda: _attention_of(model), _is_encoder(model),

@@ -13,9 +13,9 @@ import numpy as np
 from ...errors import UserInputError
 from ...graph.weight.weight import Weight
 from ...models.decoder.experts import SparseMLP
-from ...models.decoder.model import Decoder
 from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.write import gguf_places
+from ...models.parts.language_model import LanguageModel
 from ...models.weights import check_loaded
 from ...nn.layer import Module, layer_hook
 from ...nn.layer.walk import check_module
@@ -73,7 +73,7 @@ def calibrate(
     """
     check_module(model, "calibrate")
     check_is_tokenizer(tokenizer)
-    if not isinstance(model, Decoder):
+    if not isinstance(model, LanguageModel):
         raise UserInputError(
             f"only language models are calibrated, and this is a {type(model).__name__}"
         )

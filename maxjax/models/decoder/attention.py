@@ -41,7 +41,7 @@ from ...nn.kv_cache.slots import Slots
 from ...nn.layer import Module, is_tapped, tap
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.rotary_embedding import rotate
-from .aliases import spelling
+from ..parts.aliases import spelling
 from .config import DecoderConfig
 from .norm import norm
 from .step import Cached as Cached

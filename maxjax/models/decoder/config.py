@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
-from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
+from ...nn.kv_cache.kinds import KeysValues, Shared, States
 from ..config import ModelConfig, setting
 from ..multimodal import text_settings
-from ..unread import Looked, warn_of_unread
-from .rope import QueryScaling, Rope, read_rope, rope_or
+from ..parts.config import LanguageModelConfig
+from ..parts.rotary import QueryScaling, Rope, read_rope, rope_or
+from ..unread import ReadTracker, warn_of_unread
 
-# The longest repeating pattern of layers that ``pattern`` finds.
-_LONGEST_PERIOD = 32
 _Kind = TypeVar("_Kind")
 _SLIDES = {"full_attention": False, "sliding_attention": True}
 
@@ -29,7 +27,7 @@ def own(default: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(LanguageModelConfig):
     """The settings of a decoder. A field is read from the key of its name, unless it is declared with another key.
 
     Attributes:
@@ -60,7 +58,6 @@ class DecoderConfig(ModelConfig):
 
     # Keys that files of the family may have and that transformers does not use either.
     unused: ClassVar[Collection[str]] = ()
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
     # Whether the family reads ``per_layer_config``.
     has_layer_sizes: ClassVar[bool] = False
     # Whether all models of the family are causal; files of other families may have ``is_causal: false``.
@@ -69,11 +66,6 @@ class DecoderConfig(ModelConfig):
     fixed: ClassVar[Mapping[str, Any]] = {}
     # RoPE's settings, for files that have no object with such settings.
     unsaid_rope: ClassVar[Mapping[str, Any]] = {}
-
-    # Fields that no call reads: models from checkpoints that differ in them are one kind of tree.
-    _mx_unread: ClassVar[frozenset[str]] = frozenset(
-        {"max_position_embeddings", "tie_word_embeddings"}
-    )
 
     vocab_size: int = setting(minimum=1, held="axis")
     hidden_size: int = setting(minimum=1, held="axis")
@@ -186,10 +178,15 @@ class DecoderConfig(ModelConfig):
         ropes = (self.rope, self.local_rope)
         return [rope for rope in ropes if rope is not None and rope.depends_on_length]
 
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer; None: it has none."""
+        return self.sliding_window if self.slides[layer] else None
+
     def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
         """What the cache holds for layer ``number``, by the name of the layer's group in the cache."""
         near = self.slides[number]
-        kept = KeysValues(self.kv_heads, self.width, self.sliding_window if near else None)
+        window = self.sliding_window if near else None
+        kept = KeysValues(self.kv_heads, self.width, window, self.num_attention_heads)
         return {"sliding" if near else "full": kept}
 
     @classmethod
@@ -221,7 +218,7 @@ class DecoderConfig(ModelConfig):
                 f"'per_layer_config', settings of single layers, of a {cls.model_type or cls.__name__}"
             )
         raw = {**cls.unsaid, **raw}
-        looked = Looked(raw)
+        looked = ReadTracker(raw)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         hidden = {name for name, field in fields.items() if field.metadata.get("own")}
         given = {key: value for key, value in raw.items() if key not in hidden}
@@ -234,7 +231,7 @@ class DecoderConfig(ModelConfig):
             given |= {**cls.fixed, **cls.derived(looked)}
         except (ValueError, OverflowError) as error:
             raise CheckpointFormatError(str(error), path=path) from None
-        found = super().from_dict(given, path=path)
+        found = ModelConfig.from_dict.__func__(cls, given, path=path)  # type: ignore[attr-defined]
         read = [field for field in fields.values() if not field.metadata.get("own")]
         known = {field.metadata.get("key") or field.name for field in read}
         known |= {key for field in read for key in field.metadata.get("also", ())}
@@ -274,19 +271,6 @@ class DecoderConfig(ModelConfig):
         return {}
 
 
-@functools.lru_cache(maxsize=128)
-def groups_of_config(config: DecoderConfig) -> dict[str, Group]:
-    """The groups of layers with the same kind of state in the cache, by name."""
-    return groups_of([config.states(i) for i in range(config.num_hidden_layers)])
-
-
-@functools.lru_cache(maxsize=128)
-def shares(config: DecoderConfig) -> bool:
-    """Whether a layer reads the keys and values of another layer."""
-    kept = (config.states(i).values() for i in range(config.num_hidden_layers))
-    return any(isinstance(kind, Shared) for kinds in kept for kind in kinds)
-
-
 def check_activation(key: str, name: str) -> None:
     """Checks that the activation function under a key of a configuration is known.
 
@@ -295,27 +279,6 @@ def check_activation(key: str, name: str) -> None:
     """
     if name not in ACTIVATIONS:
         raise ValueError(f"'{key}' is {name[:80]!r}: it must be one of {', '.join(ACTIVATIONS)}")
-
-
-def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
-    """(Number of leading layers outside the pattern, length of the repeating pattern) of these kinds of layers.
-
-    The result is the one with the fewest layer bodies to compile.
-
-    Example:
-        >>> pattern("fffssss"), pattern("ssfssfs")
-        ((3, 1), (0, 3))
-    """
-    count = len(kinds)
-    best = (count, count - 1, 1)
-    for period in range(1, min(_LONGEST_PERIOD, count) + 1):
-        first = count - period
-        while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
-            first -= 1
-        bodies = first + period + (count - first) % period
-        if bodies < best[0]:
-            best = (bodies, first, period)
-    return best[1:]
 
 
 def all_but_every(n: int, layers: int) -> tuple[bool, ...]:

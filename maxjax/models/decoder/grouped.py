@@ -14,7 +14,7 @@ from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...nn.linear import Linear, linear_rules
-from .aliases import alias
+from ..parts.aliases import alias
 from .attention import DecoderAttention
 from .config import DecoderConfig
 

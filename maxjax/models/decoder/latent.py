@@ -31,9 +31,9 @@ from ...nn.linear import Linear, linear_rules
 from ...nn.norm import RMSNorm
 from ...nn.rope_scaling import yarn_mscale
 from ..config import setting
+from ..parts.rotary import rope_settings
 from .attention import DecoderAttention
 from .config import DecoderConfig, own
-from .rope import rope_settings
 
 # The epsilon of the norms of latents; the configuration's epsilon is for the other norms.
 _EPSILON = 1e-6
@@ -77,7 +77,8 @@ class LatentConfig(DecoderConfig):
 
     def states(self, number: int) -> Mapping[str, LatentVectors]:
         """One vector ``[R + C]`` for each token."""
-        return {"full": LatentVectors(1, self.qk_rope_head_dim + self.kv_lora_rank)}
+        width = self.qk_rope_head_dim + self.kv_lora_rank
+        return {"full": LatentVectors(1, width, None, self.num_attention_heads)}
 
 
 def yarn_scale(raw: Mapping[str, Any]) -> dict[str, float]:

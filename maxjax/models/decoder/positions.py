@@ -11,23 +11,18 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from ...dtype import DType
-from ...errors import UserInputError
 from ...graph.device import DeviceRef
 from ...graph.placement.specs import Split
 from ...graph.placement.strategy import ShardingStrategy
-from ...graph.value import unwrap
 from ...nn.embedding import Embedding
-from ...nn.kv_cache.cache import KVCache
 from ..config import setting
-from .aliases import spelling
-from .attention import Cached, Step
+from ..parts.aliases import spelling
+from ..parts.rotary import Rope
+from .attention import Step
 from .config import DecoderConfig, own
 from .model import Decoder, DecoderModel
-from .rope import Rope
-from .step import nan_beyond
 
 
 @dataclass(frozen=True)
@@ -83,50 +78,13 @@ class PositionedModel(DecoderModel):
         """The sums of token and position embeddings, ``[B, T, E]`` or ``[B, E]``."""
         return super().embed(ids, step) + self.learned(ids, step)
 
-    def __call__(
-        self, ids: jax.Array, step: Step, cached: Cached, at: jax.Array | None = None
-    ) -> tuple[jax.Array, Cached]:
-        """As :class:`DecoderModel`; states of tokens beyond the learned positions are NaN."""
-        x, cached = super().__call__(ids, step, cached, at)
-        length = 1 if ids.ndim == 1 else ids.shape[1]
-        step = step._replace(counts=None)
-        return nan_beyond(self.max_length, x, step, length, at if ids.ndim == 2 else None), cached
-
 
 class PositionedDecoder(Decoder):
-    """A language model with learned positions.
-
-    A sequence longer than ``max_length`` is refused outside of ``jax.jit``, where lengths are known;
-    inside it, logits of tokens beyond that length are NaN.
-    """
+    """A language model with learned positions."""
 
     model_class: ClassVar[Any] = PositionedModel
 
-    def __call__(
-        self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
-    ) -> Any:
-        """As a call of :class:`Decoder`.
-
-        Raises:
-            UserInputError: as for Decoder, or a token is beyond the last learned position.
-        """
-        shape = getattr(unwrap(ids), "shape", ())
-        # An exported program may be for any length.
-        if cache is None and lengths is None and len(shape) == 2 and isinstance(shape[1], int):
-            self._check_length(shape[1])
-        return super().__call__(ids, cache, lengths=lengths, last=last)
-
-    def _step(
-        self, starts: jax.Array, counts: jax.Array | None, length: int, cache: KVCache | None
-    ) -> Step:
-        after = starts + (length if counts is None else counts)
-        if not isinstance(after, Tracer) and after.is_fully_addressable:
-            self._check_length(int(after.max()))
-        return super()._step(starts, counts, length, cache)
-
-    def _check_length(self, length: int) -> None:
-        if length > self.max_length:
-            raise UserInputError(
-                f"a text of {length} tokens is longer than the {self.max_length} positions "
-                f"that this {type(self).__name__} has learned: shorten it"
-            )
+    @property
+    def position_limit(self) -> int:
+        """The number of positions that the model has learned."""
+        return self.max_length

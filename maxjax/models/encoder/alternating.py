@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import setting
 from ..decoder.config import check_kinds, count_of, layers_of, own, slides_of
-from ..decoder.rope import Rope, rope_of
+from ..parts.rotary import Rope, rope_of
 from .config import EncoderConfig
 
 _KINDS = ("full_attention", "sliding_attention")

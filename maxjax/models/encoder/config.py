@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ..config import ModelConfig, labels_of, setting
 from ..decoder.config import check_activation, own
-from ..decoder.rope import Rope
+from ..parts.rotary import Rope
 
 
 @dataclass(frozen=True)

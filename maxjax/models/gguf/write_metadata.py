@@ -19,7 +19,7 @@ from typing import Any
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError
 from ...graph.weights import WeightData
-from ..decoder.rope import rope_settings
+from ..parts.rotary import rope_settings
 from .config.families import FamilyConfig, read_config
 from .config.llama_cpp import check_read
 from .config.read import POOLING, WINDOWS, hf_config
@@ -163,15 +163,15 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     if not getattr(size, "is_causal", True):
         found["attention.causal"] = False
     if table.attends:
-        found["attention.head_count_kv"] = size.kv_heads
-        found["attention.key_length"] = found["attention.value_length"] = size.width
+        found["attention.head_count_kv"] = model.kv_heads
+        found["attention.key_length"] = found["attention.value_length"] = model.head_dim
     else:
         found |= {"attention.head_count": 0, "feed_forward_length": 0}
     if model.has_rope:
         found["rope.dimension_count"] = model.rotated
-        found["rope.freq_base"] = size.rope.theta
+        found["rope.freq_base"] = model.rope.theta
         found |= rope_keys(
-            size.rope,
+            model.rope,
             rope_settings(model.settings)[1],
             path=path,
             truncates=table.truncates,
@@ -184,7 +184,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
         return found | _of_table(table, model, path)
     if model.architecture in ("gemma2", "gemma3", "gemma-embedding"):
         found |= _gemma(model, path)
-    elif model.architecture == "llama" and size.sliding_window:  # Mistral and Mixtral
+    elif model.architecture == "llama" and any(model.slides):  # Mistral and Mixtral
         found["attention.sliding_window"] = size.sliding_window
     return found
 
@@ -199,9 +199,9 @@ def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any
     size, found = model.config, {}
     if table.has_head and size.tie_word_embeddings:
         raise unsupported(f"a tied head in a GGUF file of {table.architecture!r}", path)
-    if table.is_square and size.num_attention_heads * size.width != size.hidden_size:
+    if table.is_square and size.num_attention_heads * model.head_dim != size.hidden_size:
         raise unsupported(
-            f"'head_dim' {size.width} in a GGUF file of {table.architecture!r}, whose heads are together "
+            f"'head_dim' {model.head_dim} in a GGUF file of {table.architecture!r}, whose heads are together "
             "as wide as the hidden states", path,
         )  # fmt: skip
     fields = {f.metadata.get("key") or f.name: f.name for f in dataclasses.fields(size)}
@@ -209,12 +209,12 @@ def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any
         value = getattr(size, fields[name]) if name in fields else model.settings.get(name)
         if value is not None:
             found[key] = value
-    slides = getattr(size, "slides", ())
+    slides = model.slides
     if table.lists_windows:
         found["attention.sliding_window"] = size.sliding_window or size.max_position_embeddings
-        found[WINDOWS] = list(slides)
+        found[WINDOWS] = slides
     elif any(slides) and not ("attention.sliding_window" in found and all(slides)):
-        if table.period is None or _period(list(slides), table.period) != table.period:
+        if table.period is None or _period(slides, table.period) != table.period:
             raise unsupported(
                 f"a sliding window in layers that llama.cpp's {table.architecture!r} gives none",
                 path,
@@ -301,7 +301,7 @@ def _check(
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     again = hf_config(metadata, shapes, divisors=model.divisors(path), path=path)
     if model.has_rope:
-        again["head_dim"] = model.config.width
+        again["head_dim"] = model.head_dim
         if not again.get("sliding_window") or not any(
             kind == "sliding_attention" for kind in again.get("layer_types", ["sliding_attention"])
         ):

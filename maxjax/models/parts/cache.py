@@ -1,6 +1,6 @@
 """What a layer sees of the tokens before it: :class:`LayerCache`, with the two operations write and attend.
 
-An architecture passes the cache through its layers and calls :func:`~maxjax.models.parts.attend.attend`. Whether
+An architecture passes the cache through its layers and calls :func:`~maxjax.models.parts.attend`. Whether
 there is a KV cache, how its slots are arranged, how a mesh divides it and which kernel runs is decided here.
 
 Shapes: B sequences, T tokens, H query heads, K KV heads, S slots of the cache, head width D.
@@ -39,7 +39,7 @@ from ...nn.layer import is_tapped, tap
 
 
 class Mask(NamedTuple):
-    """Which tokens a token attends to; made by :func:`causal`, :func:`sliding`, :func:`chunked`, :func:`bidirectional`.
+    """Which tokens a token attends to; ``CAUSAL``, or made by ``sliding``, ``chunked``, ``bidirectional``.
 
     Attributes:
         window: number of tokens of a window or a chunk; None: all tokens.
@@ -117,7 +117,7 @@ class ForwardContext:
 
 
 class Scores(NamedTuple):
-    """How the scores of attention are computed: the keywords of :func:`~maxjax.models.parts.attend.attend`.
+    """How the scores of attention are computed: the keywords of :func:`~maxjax.models.parts.attend`.
 
     Attributes:
         scale: factor of the scores.
@@ -189,7 +189,9 @@ class LayerCache:
         slots: Slots = self.states[group]
         layer = self.context.number(group, self.layer)
         k, v = (None, None) if self.new is None else self.new
-        run = _Attention(self.context, dict(self.context.kv_heads)[group], q.shape[-2], mask, scores)
+        run = _Attention(
+            self.context, dict(self.context.kv_heads)[group], q.shape[-2], mask, scores
+        )
         y, slots = run.with_cache(q, k, v, slots, layer)
         return y, dataclasses.replace(self, states={**self.states, group: slots}, new=None)
 
@@ -213,6 +215,15 @@ class LayerCache:
             q, *self.new, self.context.real, mask.window, scale=scores.scale,
             soft_cap=scores.soft_cap, softmax_dtype=scores.dtype,
         )  # fmt: skip
+
+
+def no_cache(length: int, mesh: Any = None, counts: jax.Array | None = None) -> LayerCache:
+    """Return the cache of a call with ``length`` tokens per sequence and nothing before them."""
+    starts = jnp.zeros(1, jnp.int32)
+    ends = starts + (length if counts is None else counts)
+    return LayerCache(
+        ForwardContext(starts, counts, ends, None, None, length, False, 0, mesh, ()), {}
+    )
 
 
 class _Attention(NamedTuple):
@@ -253,7 +264,9 @@ class _Attention(NamedTuple):
         cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
         specs = (by_row, PartitionSpec(), queries, whole, whole, cache, PartitionSpec())
         out = (layout.results(q.ndim), cache)
-        run = on_mesh(functools.partial(self._on_part, layout), layout.mesh, specs, out, check_vma=False)
+        run = on_mesh(
+            functools.partial(self._on_part, layout), layout.mesh, specs, out, check_vma=False
+        )
         return run(context, self.scores.sinks, q, k, v, slots, jnp.asarray(layer, jnp.int32))
 
     def _on_part(
@@ -442,9 +455,7 @@ class _Attention(NamedTuple):
         return layout is not None and layout.splits_queries and layout.group > 1
 
 
-def scores(
-    q: jax.Array, scale: float | None, soft_cap: float | None, sinks: Any
-) -> Scores:
+def scores(q: jax.Array, scale: float | None, soft_cap: float | None, sinks: Any) -> Scores:
     """Return the Scores of queries ``[..., D]``; ``scale`` is ``1/√D`` if it is None."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dtype = promote(DType.of(q.dtype), DType.float32)

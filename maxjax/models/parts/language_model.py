@@ -33,14 +33,14 @@ from ...nn.kv_cache.kinds import Group, KeysValues, Place, numbers_of
 from ...nn.kv_cache.layout import cache_layout
 from ...nn.layer import LayerStack
 from ...nn.linear import ColumnParallelLinear
-from ..decoder.aliases import spelling
-from ..decoder.config import groups_of_config, pattern, shares
-from ..decoder.rope import NO_LIMIT, is_dynamic, same_until
-from ..decoder.score import Scored
 from ..family import PretrainedModel
 from ..weights import beside
-from .cache import ForwardContext, LayerCache
-from .layers import kind_of
+from .aliases import spelling
+from .cache import ForwardContext, LayerCache, no_cache
+from .config import groups_of_config, shares
+from .layer_loop import kind_of, pattern
+from .rotary import NO_LIMIT, is_dynamic, same_until
+from .score import Scored
 
 # JAX's platforms that are GPUs.
 _GPUS = ("gpu", "cuda", "rocm")
@@ -350,16 +350,11 @@ class LanguageModel(Scored, PretrainedModel):
             x = _nan_beyond(self.position_limit, x, view.context, None)
         return x[:, None] if is_step else x
 
-    def _view(
-        self, cache: KVCache | None, counts: jax.Array | None, length: int
-    ) -> LayerCache:
+    def _view(self, cache: KVCache | None, counts: jax.Array | None, length: int) -> LayerCache:
         """The tokens of a call and the states of its cache, as the first layer sees them."""
         mesh, numbers, tokens = mesh_of([self._sharding]), None, None
         if cache is None:
-            starts = jnp.zeros(1, jnp.int32)
-            after = starts + (length if counts is None else counts)
-            context = ForwardContext(starts, counts, after, None, None, length, False, 0, mesh, ())
-            return LayerCache(context, {})
+            return no_cache(length, mesh, counts)
         starts = cache.lengths
         texts = cache.read_for(starts + (length if counts is None else counts))
         if cache.sliding is not None:

@@ -44,11 +44,13 @@ class KeysValues:
         heads, width: numbers K of KV heads and D of features of a head.
         window: number of tokens that a token attends to, itself included; only these are kept.
             None means all.
+        query_heads: number H of query heads, by which a mesh splits the cache; None: K.
     """
 
     heads: int
     width: int
     window: int | None = None
+    query_heads: int | None = None
     slots_class: ClassVar[Any] = Slots
 
     def make(

@@ -21,7 +21,7 @@ from ....dtype import DType
 from ....errors import CheckpointFormatError
 from ....graph.weights import WeightData
 from ....nn.rope_scaling import LinearScalingParams
-from ...decoder.rope import Proportional
+from ...parts.rotary import Proportional
 from ..config.read import rows_of
 from ..layouts import Expert
 from ..metadata import MAX_EXPERTS, Settings, unsupported

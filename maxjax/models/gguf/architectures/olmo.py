@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...decoder.rope import Rope
+from ...parts.rotary import Rope
 from ..metadata import Settings, unsupported
 from ..names import AFTER_NORMS, HEAD_NORMS, expert_names
 from ..table import PERMUTED, GGUFTable

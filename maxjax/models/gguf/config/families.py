@@ -40,32 +40,56 @@ class FamilyConfig:
     table: GGUFTable | None = None
 
     @property
+    def rope(self) -> Any:
+        """The rotary position embedding of layers with full attention; None: the model has none."""
+        return self._first("rope_parameters", "rope")
+
+    @property
     def has_rope(self) -> bool:
         """Whether the model uses RoPE."""
-        return getattr(self.config, "rope", None) is not None
+        return self.rope is not None
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self._first("head_dim", "width")
 
     @property
     def rotated(self) -> int:
         """The number of rotated features of a head; where layers differ, of a layer with full attention."""
-        widths = getattr(self.config, "rope_widths", None)  # encoders have one width
-        return self.config.rope.rotated(self.config.width if widths is None else widths[0])
+        widths = getattr(self.config, "rope_widths", None)
+        width = self._first("rope_width", "head_dim", "width") if widths is None else widths[0]
+        return self.rope.rotated(width)
 
     @property
     def experts(self) -> int:
         """The number of experts in a layer that has experts; 0 in a dense model."""
-        return getattr(self.config, "num_experts", 0)
+        return self._first("num_experts", "num_local_experts", "n_routed_experts") or 0
 
     @property
     def kv_heads(self) -> int:
         """The number of KV heads."""
-        return getattr(self.config, "kv_heads", self.config.num_attention_heads)
+        return self._first("num_key_value_heads", "num_attention_heads")
+
+    @property
+    def slides(self) -> list[bool]:
+        """Whether each layer has a sliding window; empty for an encoder."""
+        if not hasattr(self.config, "window"):
+            return list(getattr(self.config, "slides", ()))
+        count = self.config.num_hidden_layers
+        return [self.config.window(i) is not None for i in range(count)]
+
+    def _first(self, *names: str) -> Any:
+        """The first of these attributes of the configuration that it has and that is not None."""
+        found = (getattr(self.config, name, None) for name in names)
+        return next((value for value in found if value is not None), None)
 
     def divisors(self, path: Any = None) -> dict[str, np.ndarray]:
         """The tensors with divisors of RoPE's frequencies that a GGUF file of the model has, by name."""
         if not self.has_rope:
             return {}
         is_long = self.table is not None and self.table.is_long
-        return rope_divisors(self.config.rope, self.rotated, is_long=is_long, path=path)
+        return rope_divisors(self.rope, self.rotated, is_long=is_long, path=path)
 
 
 def has_architecture(config: Mapping[str, Any]) -> bool:
@@ -125,7 +149,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         values |= changed
     model = FamilyConfig(architecture, values, read, table)
     if model.has_rope:
-        values["rope_theta"] = read.rope.theta
+        values["rope_theta"] = model.rope.theta
     if model.experts > MAX_EXPERTS:
         raise CheckpointFormatError(
             "'num_experts' is out of range", path=path,

@@ -21,7 +21,7 @@ from ....nn.rope_scaling import (
     llama3_multipliers,
     yarn_mscale,
 )
-from ...decoder.rope import Proportional, Rope
+from ...parts.rotary import Proportional, Rope
 from ..metadata import Settings, unsupported
 from ..names import DIVISORS
 

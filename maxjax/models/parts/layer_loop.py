@@ -14,6 +14,8 @@ from ...nn.linear import linear_rules
 from .cache import LayerCache
 
 C = TypeVar("C", bound=LayerCache)
+# The longest repeating pattern of layers that ``pattern`` finds.
+_LONGEST_PERIOD = 32
 
 
 def run_layers(layers: Any, x: Any, cache: C, *args: Any) -> tuple[Any, C]:
@@ -94,3 +96,24 @@ def kind_of(layer: Module) -> Hashable:
     """Return the structure, settings, shapes and dtypes of a layer; layers with equal ones can be stacked."""
     leaves, structure = jax.tree.flatten(layer)
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+
+
+def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
+    """(Number of leading layers outside the pattern, length of the repeating pattern) of these kinds of layers.
+
+    The result is the one with the fewest layer bodies to compile.
+
+    Example:
+        >>> pattern("fffssss"), pattern("ssfssfs")
+        ((3, 1), (0, 3))
+    """
+    count = len(kinds)
+    best = (count, count - 1, 1)
+    for period in range(1, min(_LONGEST_PERIOD, count) + 1):
+        first = count - period
+        while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
+            first -= 1
+        bodies = first + period + (count - first) % period
+        if bodies < best[0]:
+            best = (bodies, first, period)
+    return best[1:]

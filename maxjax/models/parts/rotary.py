@@ -12,14 +12,16 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import UnsupportedModelError
+from ...errors import UnsupportedModelError, UserInputError
+from ...kernels import explicit
 from ...nn.rope_scaling import (
     DynamicScalingParams,
     LinearScalingParams,
@@ -29,13 +31,51 @@ from ...nn.rope_scaling import (
     inv_freqs,
     yarn_mscale,
 )
-from ...nn.rotary_embedding import dynamic_multipliers
+from ...nn.rotary_embedding import dynamic_multipliers, rotate
+
+if TYPE_CHECKING:
+    from .cache import LayerCache
 
 DEFAULT_THETA = 10_000.0
 # The length of a text that no text exceeds: positions are int32.
 NO_LIMIT = 2**31 - 1
 # Settings of RoPE that files may also hold outside of the object of RoPE settings.
 _OUTER = ("rope_theta", "partial_rotary_factor")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=["interleaved"])
+@dataclass(frozen=True)
+class Angles:
+    """The angles by which the queries and keys of the tokens of a call are rotated: ``Rope.angles``.
+
+    Attributes:
+        cos, sin: float32 ``[B or 1, T, R/2]``, or ``[B, R/2]`` for one token per sequence.
+        interleaved: whether neighbouring features form pairs; otherwise feature i and i + R/2.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    interleaved: bool
+
+
+def rope(x: jax.Array, angles: Angles) -> jax.Array:
+    """Rotate each pair of the first R features of each head by its angle (arXiv:2104.09864).
+
+    Args:
+        x: queries or keys ``[B, T, heads, D]``, or ``[B, heads, D]`` for one token per sequence.
+        angles: the angles of the tokens.
+
+    Returns:
+        An array of the shape and dtype of ``x``, computed in float32. Features beyond R are unchanged.
+
+    Example:
+        >>> angles = Angles(jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)), False)
+        >>> rope(jnp.array([[[[1.0, 2.0, 3.0]]]]), angles).tolist()
+        [[[[-2.0, 1.0, 3.0]]]]
+    """
+    rotated = 2 * angles.cos.shape[-1]
+    y = rotate(x[..., :rotated], angles.cos, angles.sin, interleaved=angles.interleaved)
+    return y if rotated == x.shape[-1] else explicit.concatenate([y, x[..., rotated:]], -1)
 
 
 @dataclass(frozen=True)
@@ -128,6 +168,62 @@ class Rope:
         elif isinstance(self.scaling, DynamicScalingParams) and width > 2:
             angles = angles * dynamic_multipliers(lengths, width, self.scaling)
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
+
+    def angles(self, cache: LayerCache, head_dim: int) -> Angles:
+        """Return the angles of the tokens of a call, for heads of this width; see :func:`rope`."""
+        context = cache.context
+        cos, sin = self.cos_sin(context.rows_of_positions, context.text_lengths, head_dim)
+        if context.is_step:
+            cos, sin = cos[:, 0], sin[:, 0]
+        return Angles(cos, sin, self.interleaved)
+
+    def to_hf(self, default: Any = None) -> dict[str, Any]:
+        """Return the settings as a ``config.json`` has them; ``default`` is the architecture's own Rope."""
+        found: dict[str, Any] = {"rope_theta": self.theta}
+        if (scaling := self.scaling_to_hf()) is not None:
+            found["rope_scaling"] = scaling
+        if {self.part, getattr(default, "part", 1)} != {1}:
+            found["partial_rotary_factor"] = self.part
+        return found
+
+    def scaling_to_hf(self) -> dict[str, Any] | None:
+        """Return the content of ``rope_scaling``; None if the frequencies are not scaled."""
+        scaling = self.scaling
+        match scaling:
+            case None:
+                return None
+            case LinearScalingParams():
+                return {"rope_type": "linear", "factor": scaling.factor}
+            case DynamicScalingParams():
+                return {"rope_type": "dynamic", "factor": scaling.factor}
+            case Llama3RopeScalingParams():
+                return {
+                    "rope_type": "llama3", "factor": scaling.factor,
+                    "low_freq_factor": scaling.low_freq_factor,
+                    "high_freq_factor": scaling.high_freq_factor,
+                    "original_max_position_embeddings": scaling.orig_max_position,
+                }  # fmt: skip
+            case YarnScalingParams():
+                found: dict[str, Any] = {
+                    "rope_type": "yarn", "factor": scaling.factor, "beta_fast": scaling.beta_fast,
+                    "beta_slow": scaling.beta_slow, "attention_factor": self.magnitude,
+                    "original_max_position_embeddings": scaling.original_max_position_embeddings,
+                }  # fmt: skip
+                return found | ({} if scaling.truncate else {"truncate": False})
+            case LongRoPEScalingParams():
+                return {
+                    "rope_type": "longrope", "short_factor": list(scaling.short_factor),
+                    "long_factor": list(scaling.long_factor), "attention_factor": self.magnitude,
+                    "original_max_position_embeddings": scaling.original_max_position,
+                }  # fmt: skip
+            case Proportional():
+                return {
+                    "rope_type": "proportional", "partial_rotary_factor": scaling.share,
+                    "factor": scaling.factor,
+                }  # fmt: skip
+        raise UserInputError(
+            f"cannot write config.json: RoPE with {type(scaling).__name__} is not supported"
+        )
 
     def _freqs(self, width: int, length: int = 0) -> np.ndarray:
         if isinstance(self.scaling, Proportional):

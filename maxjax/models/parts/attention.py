@@ -15,9 +15,8 @@ from .cache import LayerCache, Mask, scores
 C = TypeVar("C", bound=LayerCache)
 
 
-def causal() -> Mask:
-    """Return the mask by which a token attends to itself and to all earlier tokens."""
-    return Mask()
+CAUSAL = Mask()
+"""The mask by which a token attends to itself and to all earlier tokens."""
 
 
 def sliding(window: int) -> Mask:
@@ -40,7 +39,7 @@ def attend(
     k: jax.Array | None,
     v: jax.Array | None,
     cache: C,
-    mask: Mask = causal(),
+    mask: Mask = CAUSAL,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,

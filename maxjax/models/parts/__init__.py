@@ -1,0 +1,33 @@
+"""What architectures share: functions for their mathematics, and the base classes of language models.
+
+``attend`` is attention over the tokens of a call and those in the cache, ``rope`` the rotary position embedding,
+``run_layers`` the loop over layers. ``LanguageModel`` and ``LanguageModelConfig`` hold what generating text, caches
+and checkpoints need. An architecture's own modules are in its file, such as ``maxjax/models/llama.py``.
+"""
+
+from ..config import config_field as config_field
+from .attention import CAUSAL as CAUSAL
+from .attention import attend as attend
+from .attention import bidirectional as bidirectional
+from .attention import chunked as chunked
+from .attention import merge_heads as merge_heads
+from .attention import sliding as sliding
+from .attention import split_heads as split_heads
+from .cache import LayerCache as LayerCache
+from .cache import Mask as Mask
+from .cache import no_cache as no_cache
+from .config import FULL as FULL
+from .config import SLIDING as SLIDING
+from .config import LanguageModelConfig as LanguageModelConfig
+from .config import constant as constant
+from .config import layer_count as layer_count
+from .config import layers as layers
+from .config import size as size
+from .config import with_defaults as with_defaults
+from .language_model import LanguageModel as LanguageModel
+from .layer_loop import run_layers as run_layers
+from .layer_loop import split_features_over_mesh as split_features_over_mesh
+from .layer_loop import split_heads_over_mesh as split_heads_over_mesh
+from .rotary import Angles as Angles
+from .rotary import Rope as Rope
+from .rotary import rope as rope

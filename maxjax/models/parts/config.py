@@ -1,0 +1,283 @@
+"""``LanguageModelConfig``: how the dataclass of an architecture is read from a ``config.json``, and written as one.
+
+An architecture declares a frozen dataclass whose fields are the keys of the file::
+
+    @dataclass(frozen=True)
+    class LlamaConfig(LanguageModelConfig):
+        model_type = "llama"
+
+        vocab_size: int = size()
+        hidden_size: int = size()
+        num_hidden_layers: int = layers()
+        rope_parameters: Rope = Rope(theta=10_000.0)
+        ...
+
+What a file's settings imply beyond that is plain Python in ``from_hf``, and ``to_hf`` is its inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from ...errors import CheckpointFormatError, UnsupportedModelError
+from ...nn.activation import ACTIVATIONS
+from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
+from ..config import ModelConfig, config_field, field_value
+from ..multimodal import text_settings
+from ..unread import ReadTracker, warn_of_unread
+from .rotary import Rope, read_rope
+
+# The kinds of layers in "layer_types".
+FULL, SLIDING = "full_attention", "sliding_attention"
+_MOST_LAYERS = 1000
+
+
+def size(default: Any = dataclasses.MISSING, minimum: int = 1, **options: Any) -> Any:
+    """Declare a field that counts the entries of a tensor's axis: no tensor of the file may be shorter.
+
+    Args:
+        default: value if the file does not have the key; without it the key is required.
+        minimum: smallest value.
+        options: as for :func:`~maxjax.models.config.config_field`.
+    """
+    return config_field(default, minimum=minimum, bounded_by="axis", **options)
+
+
+def layers(default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """Declare the field that counts the layers: the names of the file's tensors must have as many.
+
+    Args:
+        default, options: as for :func:`size`.
+    """
+    return config_field(default, minimum=1, maximum=_MOST_LAYERS, bounded_by="layers", **options)
+
+
+def constant(value: Any) -> Any:
+    """Declare a field that is the same in every file of the architecture: it is neither read nor written."""
+    return dataclasses.field(default=value, metadata={"own": True})
+
+
+def with_defaults(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ReadTracker:
+    """Return the content of a file with values for keys that it does not have; null in the file stays null."""
+    return ReadTracker.of(raw).with_defaults(defaults)
+
+
+def layer_count(raw: Mapping[str, Any], key: str = "num_hidden_layers") -> int:
+    """Return the number of layers that a file gives; 0 if it is missing or out of range, which is reported later."""
+    count = raw.get(key)
+    return count if type(count) is int and 0 < count <= _MOST_LAYERS else 0
+
+
+class LanguageModelConfig(ModelConfig):
+    """Base class of the configurations of decoders. It declares no fields; its methods use those that there are."""
+
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    # Fields that no call reads: models from checkpoints that differ in them are one kind of tree.
+    _mx_unread: ClassVar[frozenset[str]] = frozenset(
+        {"max_position_embeddings", "tie_word_embeddings"}
+    )
+    # Keys that the architecture's files may have and that transformers does not use either.
+    unused: ClassVar[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        self._fill_in()
+        self._check()
+
+    def _fill_in(self) -> None:
+        """Replace None by what follows from other fields."""
+        size, heads = getattr(self, "hidden_size", 0), getattr(self, "num_attention_heads", 1)
+        if "head_dim" in self.__dataclass_fields__ and self.head_dim is None:  # type: ignore[attr-defined]
+            if size % heads:
+                raise ValueError(
+                    f"'{self.key_of('hidden_size')}' {size} is not a multiple of "
+                    f"'{self.key_of('num_attention_heads')}' {heads}"
+                )
+            self._set("head_dim", size // heads)
+        if getattr(self, "num_key_value_heads", 0) is None:
+            self._set("num_key_value_heads", heads)
+        if getattr(self, "intermediate_size", 0) is None:
+            self._set("intermediate_size", 4 * size)
+        if getattr(self, "layer_types", None) == ():
+            kind = FULL if getattr(self, "sliding_window", None) is None else SLIDING
+            self._set("layer_types", (kind,) * self.num_hidden_layers)  # type: ignore[attr-defined]
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set a field, while the instance is made."""
+        object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
+        """Raise ValueError if fields contradict each other."""
+        heads = getattr(self, "num_attention_heads", 1)
+        kv_heads = getattr(self, "num_key_value_heads", 1)
+        if heads % kv_heads:
+            raise ValueError(
+                f"'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {kv_heads}"
+            )
+        for name in ("hidden_act", "hidden_activation"):
+            act = getattr(self, name, None)
+            if act is not None and act not in ACTIVATIONS:
+                known = ", ".join(ACTIVATIONS)
+                raise ValueError(
+                    f"'{self.key_of(name)}' is {act[:80]!r}: it must be one of {known}"
+                )
+        kinds = getattr(self, "layer_types", None)
+        if kinds is not None and len(kinds) != self.num_hidden_layers:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"'layer_types' has {len(kinds)} entries for {self.num_hidden_layers} layers"  # type: ignore[attr-defined]
+            )
+        if SLIDING in (kinds or ()) and getattr(self, "sliding_window", None) is None:
+            raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
+        for rope in _ropes_of(self):
+            rope.check(self.rope_width)
+
+    # --- what the cache and the engine need
+
+    @property
+    def ropes_by_length(self) -> list[Rope]:
+        """The Ropes whose frequencies depend on the length of the text (LongRoPE, dynamic NTK)."""
+        return [rope for rope in _ropes_of(self) if rope.depends_on_length]
+
+    @property
+    def rope_width(self) -> int:
+        """The width of the heads that RoPE rotates."""
+        return self.head_dim  # type: ignore[attr-defined]
+
+    def window(self, layer: int) -> int | None:
+        """The number of tokens that a token attends to in a layer, itself included; None: all before it."""
+        kinds = getattr(self, "layer_types", None)
+        window = getattr(self, "sliding_window", None)
+        return window if kinds is None or kinds[layer] == SLIDING else None
+
+    def states(self, layer: int) -> Mapping[str, KeysValues | States | Shared]:
+        """What the cache holds for a layer, by the name of the layer's group in the cache."""
+        window, heads = self.window(layer), self.num_attention_heads  # type: ignore[attr-defined]
+        kept = KeysValues(self.num_key_value_heads, self.head_dim, window, heads)  # type: ignore[attr-defined]
+        return {"full" if window is None else "sliding": kept}
+
+    # --- config.json
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Self:
+        """Read the content of a ``config.json``; for a multimodal model, the settings of its text model.
+
+        A key that changes results in some models and that this one does not read is logged.
+
+        Args:
+            raw: content of the file.
+            path: path of the file, for messages.
+
+        Raises:
+            CheckpointFormatError: a key is missing, of the wrong type or out of range, or values
+                contradict each other; the message names the key.
+            UnsupportedModelError: a setting changes results and is not supported; the message
+                names it.
+        """
+        try:
+            raw = text_settings(raw)
+            cls._refuse_unsupported(raw)
+            tracker = ReadTracker(raw, path)
+            found = cls.from_hf(tracker)
+        except (ValueError, OverflowError) as error:
+            if isinstance(error, CheckpointFormatError):
+                raise
+            raise CheckpointFormatError(str(error), path=path) from None
+        name = cls.model_type or cls.__name__
+        warn_of_unread(name, raw, {*cls.unused, *tracker.keys_seen})
+        return found
+
+    @classmethod
+    def _refuse_unsupported(cls, raw: Mapping[str, Any]) -> None:
+        """Raise UnsupportedModelError for settings that no architecture reads unless it declares them."""
+        name = cls.model_type or cls.__name__
+        if raw.get("quantization_config"):
+            method = raw["quantization_config"]
+            method = method.get("quant_method") if isinstance(method, Mapping) else None
+            raise UnsupportedModelError(
+                f"'quantization_config' (quant_method {str(method)[:60]!r}): weights that are quantised so cannot be "
+                "written as GGUF, calibrated, or quantised again"
+            )
+        if raw.get("per_layer_config") and _is_constant(cls, "per_layer_config"):
+            raise UnsupportedModelError(
+                f"'per_layer_config', settings of single layers, is not supported for {name}"
+            )
+        if raw.get("is_causal") is False and _is_constant(cls, "is_causal"):
+            raise UnsupportedModelError(f"'is_causal' false is not supported for {name}")
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read each field from its key; null counts as absent.
+
+        An architecture whose files imply more overrides it, and passes what it computes as ``values``.
+
+        Args:
+            raw: content of the file.
+            values: values of fields, by name, in place of the file's.
+
+        Raises:
+            CheckpointFormatError: a key is missing, of the wrong type or out of range.
+            ValueError: values contradict each other.
+        """
+        raw = ReadTracker.of(raw)
+        kinds, fields = typing.get_type_hints(cls), dataclasses.fields(cls)  # type: ignore[arg-type]
+        # RoPE's settings refer to the context length, which is therefore read first.
+        for field in sorted(fields, key=lambda one: kinds[one.name] is Rope):
+            if field.name in values or field.metadata.get("own"):
+                continue
+            if kinds[field.name] is Rope:
+                default: Rope = field.default  # type: ignore[assignment]
+                part = default.part if default.part < 1 else None
+                context = values.get("max_position_embeddings", cls.max_position_embeddings)  # type: ignore[attr-defined]
+                values[field.name] = read_rope(
+                    raw, context, default.theta, part=part, interleaved=default.interleaved
+                )
+                continue
+            found = field_value(field, kinds[field.name], raw)
+            if found is not dataclasses.MISSING:
+                values[field.name] = found
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the content of a ``config.json`` with these settings, without ``architectures``."""
+        found: dict[str, Any] = {"model_type": self.model_type}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.metadata.get("own") or (field.name == "is_causal" and value):
+                continue
+            if isinstance(value, Rope):
+                found |= value.to_hf(field.default)
+            # null counts as absent, so None is written only where it differs from the default.
+            elif value is not None or field.default is not None:
+                key = field.metadata.get("key") or field.name
+                found[key] = list(value) if isinstance(value, tuple) else value
+        return found
+
+
+def _is_constant(config: type[Any], name: str) -> bool:
+    """Whether a configuration has no field of this name that is read from files."""
+    field = config.__dataclass_fields__.get(name)
+    return field is None or bool(field.metadata.get("own"))
+
+
+def _ropes_of(config: Any) -> list[Rope]:
+    found = (getattr(config, field.name) for field in dataclasses.fields(config))
+    return [one for one in found if isinstance(one, Rope)]
+
+
+@functools.lru_cache(maxsize=128)
+def groups_of_config(config: Any) -> dict[str, Group]:
+    """Return the groups of layers with the same kind of state in the cache, by name."""
+    return groups_of([config.states(i) for i in range(config.num_hidden_layers)])
+
+
+@functools.lru_cache(maxsize=128)
+def shares(config: Any) -> bool:
+    """Return whether a layer reads the keys and values of another layer."""
+    kept = (config.states(i).values() for i in range(config.num_hidden_layers))
+    return any(isinstance(kind, Shared) for kinds in kept for kind in kinds)
