@@ -457,9 +457,9 @@ class _Attention(NamedTuple):
 
 def scores(q: jax.Array, scale: float | None, soft_cap: float | None, sinks: Any) -> Scores:
     """Return the Scores of queries ``[..., D]``; ``scale`` is ``1/√D`` if it is None."""
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor: float = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dtype = promote(DType.of(q.dtype), DType.float32)
-    return Scores(scale, soft_cap, None if sinks is None else jnp.asarray(sinks), dtype)
+    return Scores(factor, soft_cap, None if sinks is None else jnp.asarray(sinks), dtype)
 
 
 def _own_slots(
