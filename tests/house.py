@@ -113,18 +113,6 @@ class House:
     def _facade(self, file: str) -> dict[str, Import]:
         return self._facades.get(file, {})
 
-    def packages(self, file: str, target: str) -> Iterator[str]:
-        """The ``__init__`` files that importing ``target`` from ``file`` runs."""
-        parts = Path(target).parts[:-1]
-        for depth in range(len(parts) + 1):
-            folder = "/".join(parts[:depth])
-            init = f"{folder}/__init__.py".lstrip("/")
-            if (
-                not f"{Path(file).parent.as_posix()}/".startswith(f"{folder}/")
-                and init in self.trees
-            ):
-                yield init
-
     def cycle(self) -> list[str]:
         """One import cycle as a list of files that ends where it began, or an empty list."""
         finished: set[str] = set()

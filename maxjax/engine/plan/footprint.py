@@ -267,7 +267,7 @@ def _attention_of(module: Any) -> list[names.Heads | names.Fixed]:
     return _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
 
 
-def _kept_by(config: LanguageModelConfig) -> list[names.Heads | names.Fixed]:
+def _kept_by(config: Any) -> list[names.Heads | names.Fixed]:
     """What the layers of a decoder cache: KV heads for each token, or a state for each sequence."""
     found: list[names.Heads | names.Fixed] = []
     groups = groups_of_config(config)
