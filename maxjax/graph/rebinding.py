@@ -210,8 +210,8 @@ def sizes_of_names(program: str, sizes: Mapping[str, int]) -> dict[str, int]:
     for name, size in known.items():
         if isinstance(size, int) and size < 1:  # not a size of a program around it
             raise ValueError(
-                f"'{program}': the dimension '{name}' of the inputs is {size}, and named dimensions are 1 or more: "
-                "for an empty tensor, declare the input with numbers"
+                f"'{program}': the dimension '{name}' is {size}, and named dimensions are 1 or more: for an empty "
+                "tensor, declare the input or weight with numbers"
             )
     return known
 

@@ -179,8 +179,8 @@ def test_what_a_named_axis_may_not_hold():
 @pytest.mark.parametrize(
     ("types", "sizes", "message"),
     [
-        (["a"], [0], "the dimension 'a' of the inputs is 0"),
-        ([Dim("a") * 2], [0], "the dimension 'a' of the inputs is 0"),
+        (["a"], [0], "the dimension 'a' is 0"),
+        ([Dim("a") * 2], [0], "the dimension 'a' is 0"),
         (
             ["a", Dim("a") * 2],
             [2, 5],

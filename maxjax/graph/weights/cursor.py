@@ -290,7 +290,8 @@ class FileWeights(Rendered):
 
         Args:
             dtype: float type of another width to convert to; None keeps the file's.
-            shape: expected shape, checked against the file's.
+            shape: expected shape, checked against the file's. A name matches any size, and stays the size of the
+                Weight.
             quantization_encoding: None, except for a GGUF file.
             device: device that it is declared on; the CPU by default.
 
@@ -303,7 +304,11 @@ class FileWeights(Rendered):
         if quantization_encoding is not None:
             self._check_encoding(data, quantization_encoding)
         stored_shape = data.logical_shape
-        if shape is not None and list(Shape(shape)) != list(stored_shape):
+        shape = Shape(stored_shape if shape is None else shape)
+        pairs = zip(shape, stored_shape, strict=False)
+        if len(shape) != len(stored_shape) or any(
+            isinstance(size, StaticDim) and size != stored for size, stored in pairs
+        ):
             sizes = f"(expected={_sizes(shape)}, actual={_sizes(stored_shape)})"
             raise ValueError(differs(self.name, f"shape {sizes}"))
         if dtype is not None:
@@ -313,7 +318,13 @@ class FileWeights(Rendered):
                 types = f"(expected={wanted}, actual={data.dtype}): only floats are cast"
                 raise ValueError(differs(self.name, f"dtype {types}"))
             data = data.astype(wanted)
-        return self._new_weight(data, device)
+        weight = Weight(
+            self.name, data.dtype, data.shape if data.is_packed else shape, device or DeviceRef.CPU(),
+            data.quantization_encoding, align=self._alignment,
+        )  # fmt: skip
+        weight.stored.source = data
+        self._family.allocated[self.name] = data
+        return weight
 
     def _check_encoding(self, data: WeightData, encoding: QuantizationEncoding) -> None:
         """Raises an error: the format has no quantization encodings."""
@@ -323,15 +334,6 @@ class FileWeights(Rendered):
 
     def _format(self) -> str:
         return self._family.open_table().format
-
-    def _new_weight(self, data: WeightData, device: DeviceRef | None) -> Weight:
-        weight = Weight(
-            self.name, data.dtype, data.shape, device or DeviceRef.CPU(), data.quantization_encoding,
-            align=self._alignment,
-        )  # fmt: skip
-        weight.stored.source = data
-        self._family.allocated[self.name] = data
-        return weight
 
     @property
     def allocated_weights(self) -> dict[str, Any]:

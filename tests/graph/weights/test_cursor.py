@@ -15,7 +15,7 @@ import safetensors.numpy
 import maxjax
 from maxjax.dtype import DType
 from maxjax.errors import CheckpointError, CheckpointMissingError
-from maxjax.graph import DeviceRef
+from maxjax.graph import DeviceRef, Graph, Model, TensorType
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import (
     RESERVED_NAMES,
@@ -169,6 +169,8 @@ def test_allocate(path):
     assert a.value.dtype == jnp.bfloat16
     assert w.layers[1].w.allocate() is not w.layers[1].w.allocate()
     for bad, message in (
+        ({"shape": ("n", 2)}, r"different shape \(expected=\(Dim\('n'\), 2\), actual=\(2, 3\)\)"),
+        ({"shape": ("n", 3, 1)}, r"different shape \(expected=\(Dim\('n'\), 3, 1\), actual=\(2, 3\)\)"),
         ({"shape": (3, 2)}, r"'layers.1.w' had different shape \(expected=\(3, 2\), actual=\(2, 3\)\)"),
         ({"dtype": "int32"}, r"dtype \(expected=DType.int32, actual=DType.float32\): only floats"),
         ({"quantization_encoding": QuantizationEncoding.Q4_0}, "not supported"),
@@ -183,6 +185,20 @@ def test_allocate(path):
     fresh.model.allocate()
     assert list(fresh.allocated_weights) == ["model"] == list(fresh.layers.allocated_weights)
     np.testing.assert_array_equal(np.asarray(fresh.allocated_weights["model"]), [1])
+
+
+def test_allocate_with_a_named_size(path):
+    weights = load_weights(path)
+    w = weights.layers[1].w.allocate("float32", ("rows", 3))
+    assert w.shape == ["rows", 3] and w.value is None
+    kind = TensorType("float32", ("batch", 3), DeviceRef.CPU())
+    graph = Graph("g", lambda x: x @ w.T, [kind])
+    assert graph.output_types[0].shape == ["batch", "rows"]
+    x = np.ones((4, 3), np.float32)
+    for registry in (weights.allocated_weights, None):
+        (found,) = Model(graph, registry)(x)
+        np.testing.assert_allclose(found.to_numpy(), x @ TENSORS["layers.1.w"].T, rtol=1e-6)
+    np.testing.assert_array_equal(w.value, TENSORS["layers.1.w"])
 
 
 def test_allocated_weights_in_a_module(path):
