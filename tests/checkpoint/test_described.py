@@ -14,7 +14,12 @@ import pytest
 import maxjax
 from maxjax import checkpoint
 from maxjax.checkpoint import file_set as writing
-from maxjax.errors import CheckpointBusyError, CheckpointChangedError, CheckpointMissingError
+from maxjax.errors import (
+    CheckpointBusyError,
+    CheckpointChangedError,
+    CheckpointMissingError,
+    CheckpointSaveError,
+)
 from maxjax.models import build
 from maxjax.storage.save import beside
 from maxjax.storage.save.staging import Staging
@@ -96,6 +101,46 @@ def killed(monkeypatch, at):
         patch.setattr(writing, "_end_interrupted", lambda staging: [])
         with contextlib.suppress(Killed):
             yield count
+
+
+@contextlib.contextmanager
+def deleted(monkeypatch, directory, at):
+    """Inside, the directory is deleted before the ``at``-th file is written."""
+    write, count, commit, commits = Staging.write, [0], Staging.commit, []
+
+    def writing(self, *args, **options):
+        count[0] += 1
+        if count[0] == at:
+            shutil.rmtree(directory)
+        write(self, *args, **options)
+
+    def committing(self, *args, **options):
+        commit(self, *args, **options)
+        commits.append(count[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "write", writing)
+        patch.setattr(Staging, "commit", committing)
+        yield commits
+
+
+@pytest.mark.parametrize("size", ["5GB", 1500])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_directory_that_is_deleted_during_a_save(models, tmp_path, monkeypatch, size, before):
+    """Before each file that is written: the save fails, though it need not write some again."""
+    for at in range(1, 99):
+        directory = tmp_path / str(at)
+        if before:
+            save(models, 1, directory, size)
+        with deleted(monkeypatch, directory, at) as commits:
+            try:
+                save(models, 1, directory, size)
+            except CheckpointSaveError as error:
+                assert "is there no longer" in str(error) and not commits and not directory.exists()
+                continue
+        assert at > commits[0]  # only afterwards
+        break
+    assert at > 2
 
 
 @pytest.mark.default("file", "set")

@@ -32,6 +32,7 @@ from ...storage.checksums import crc32_of_boxes
 from ...storage.crc32 import combine, crc32
 from ...storage.digests import DIRECTORY, NAME, Record, to_bytes
 from ...storage.orbax.maxjax_metadata import custom_metadata
+from ...storage.orbax.reader import check_written
 from ...storage.save.durable import flush_folder, save_failed
 from ...storage.save.staging import Staging
 from .api import Writing, barrier, quiet, system_error
@@ -206,6 +207,7 @@ def _save(response: Response, target: NewStep, items: dict[str, Item], keep: Kee
         arrays = [array for item in items.values() for array in item.arrays.values()]
         if all(map(is_on_host, arrays)):
             response._begun.set()
+        trees = list(nested)
         del arrays, nested
         items.clear()
         sums.compute()
@@ -215,13 +217,15 @@ def _save(response: Response, target: NewStep, items: dict[str, Item], keep: Kee
     except BaseException:
         writing.abandon()
         raise
-    _finish(response, target, sums, keep)
-    if not os.path.isdir(target.path):
+    _finish(response, target, sums, trees, keep)
+    if target.staging is None and not os.path.isdir(target.path):
         raise save_failed("process 0 could not rename the step into place", target.root)
     return target.path
 
 
-def _finish(response: Response, target: NewStep, sums: ArraySums, keep: Keep) -> None:
+def _finish(
+    response: Response, target: NewStep, sums: ArraySums, trees: Sequence[str], keep: Keep
+) -> None:
     """Commit the step in the first process when all have written; the others wait for it."""
     name = os.path.basename(target.folder)
     barrier(f"maxjax-written-{name}")
@@ -229,20 +233,30 @@ def _finish(response: Response, target: NewStep, sums: ArraySums, keep: Keep) ->
         if response._cancelled:
             raise KeyboardInterrupt
         if target.staging is not None:
-            commit(target, target.staging, sums.all(target.folder), keep)
+            commit(target, target.staging, sums.all(target.folder), trees, keep)
     finally:
         target.close()
         barrier(f"maxjax-renamed-{name}")
 
 
-def commit(target: NewStep, staging: Staging, sums: Mapping[str, int], keep: Keep) -> None:
-    """Flush what was written and rename it into place; then delete the steps that are not kept."""
+def commit(
+    target: NewStep, staging: Staging, sums: Mapping[str, int], trees: Sequence[str], keep: Keep
+) -> None:
+    """Flush what was written and rename it into place; then delete the steps that are not kept.
+
+    If the directory was deleted meanwhile, tensorstore has made it again for the files that were still
+    to come, so that writing them raised no error: therefore it is checked that all files are there.
+    """
     name = str(target.number)
     for file, content in target.beside.items():
         staging.write(f"{name}/{file}", [content])
     staging.write(f"{name}/{NAME}", [to_bytes({DIRECTORY: [Record(0, dict(sums))]})])
     with staging.saving("flushing the files", needed=target.needed):
         flush_tree(target.written)
+    try:
+        check_written(target.written, trees)
+    except CheckpointError as error:
+        raise staging.deleted(f"a part of the step ({error.path}: {error.problem})") from error
     steps = steps_in(target.root)
     kept = {*keep([*steps, target.number]), target.number}
     deleted = [str(number) for number in steps if number not in kept]

@@ -85,7 +85,7 @@ def stream(
                         progress(array.nbytes)
             pool.submit(_quietly, finish, target.written).result()
             assert target.staging is not None
-            commit(target, target.staging, sums, lambda steps: steps)
+            commit(target, target.staging, sums, [STATE], lambda steps: steps)
         except BaseException as error:
             pool.shutdown(wait=True)  # writing has ended when the directory is deleted
             raise translated(error, target) from None

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..files import OpenFile, closed_on_error, open_regular
 from ..limits import Limits, in_force
 from ..table import TensorTable, Verify, check_verify
 from .maxjax_metadata import read_maxjax_metadata
-from .metadata import TREE, Leaf, Tree, read_checkpoint_metadata, read_tree
+from .metadata import CHECKPOINT, TREE, Leaf, Tree, read_checkpoint_metadata, read_tree
 from .paths import TreeLocation, locate, other_step
 from .paths import is_orbax as is_orbax
 from .paths import orbax_items as orbax_items
@@ -107,6 +107,27 @@ def open_orbax(
     return table
 
 
+def check_written(directory: str, items: Iterable[str]) -> None:
+    """Checks that the files of a step that this process has just written are all there, without reading it all.
+
+    Every array has its description and all its chunks, and the end of each is read.
+
+    Args:
+        directory: directory of the step, which may still have a temporary name.
+        items: names of its trees.
+
+    Raises:
+        CheckpointError: a file is missing or cut off.
+    """
+    limits = Limits(**{field.name: 2**63 - 1 for field in fields(Limits)})  # the files are ours
+    open_regular(os.path.join(directory, CHECKPOINT)).close()
+    read_checkpoint_metadata(directory, limits)
+    for item in items:
+        folder = os.path.join(directory, item)
+        tree = read_tree(folder, limits)
+        _describe(Store(folder, limits, is_own=True), tree, limits)
+
+
 def orbax_tree(
     path: str | os.PathLike[str],
     *,
@@ -164,9 +185,13 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
         limits.check("config_bytes", nbytes, problem, path=store.directory, tensor=leaf.name)
         requests.append((leaf.name, prefix(leaf.name) + end))
     found = []
+    known: dict[tuple[str, bytes | str], ArrayDescription] = {}  # many arrays have the same
     described = store.descriptions(requests)
     for leaf, driver, (path, source) in zip(leaves, drivers, described, strict=True):
-        array = read_description(driver, path, leaf.name, source, limits)
+        array = known.get((driver, source))
+        if array is None:
+            array = read_description(driver, path, leaf.name, source, limits)
+            known[driver, source] = array
         if leaf.write_shape is not None:
             check_write_shape(array, leaf.write_shape, path, leaf.name)
         check_chunks(array, chunks[leaf.name], path, leaf.name, tree.is_dense)

@@ -32,6 +32,7 @@ from ...errors import (
 from ..boxes import Box
 from ..files import Identity, changed, content_identity, os_error
 from ..limits import Limits
+from .zarr import DRIVERS
 
 # Bytes of the manifest and of a node of the tree of keys: tensorstore reads each completely. Orbax
 # divides nodes of over 100 MB, and a manifest has some kilobytes.
@@ -204,6 +205,12 @@ class Store:
     Attributes: ``directory``, ``is_ocdbt`` (one database; otherwise one file per chunk) and
     ``nbytes`` (of all files).
 
+    Args:
+        directory: directory of the tree.
+        limits: limits on the files.
+        is_own: whether this process wrote the files just now. Then references are not checked to stay
+            in the directory, but the last byte of each value is read, and the sizes are not known.
+
     Raises:
         CheckpointError: the path of the directory is not UTF-8.
         CheckpointFormatError: a FIFO, socket or device is among the files.
@@ -211,7 +218,7 @@ class Store:
         CheckpointLimitError: there are too many files, or the manifest is too large.
     """
 
-    def __init__(self, directory: str, limits: Limits):
+    def __init__(self, directory: str, limits: Limits, *, is_own: bool = False):
         self.directory = os.path.abspath(directory)
         require_unicode(self.directory)
         self.limits = limits
@@ -236,7 +243,8 @@ class Store:
             )
             store = tensorstore.KvStore.open(self._kvstore_spec(), context=self._context)
             self._kvs = store.result()
-        self._values = self._read_values() if self.is_ocdbt else {}
+        read = self._read_ends if is_own else self._read_values
+        self._values: Mapping[str, bytes | int] = read() if self.is_ocdbt else {}
 
     def __reduce__(self):
         raise TypeError("an open checkpoint cannot be copied or pickled; open the path again")
@@ -271,6 +279,24 @@ class Store:
                 return _DUMPS[key]
 
             return Database(self.directory, sizes, dump, self.limits).values()
+
+    def _read_ends(self) -> dict[str, bytes | int]:
+        """Key → description, or the number of bytes read at the end of a value. Unlike a dump, it keeps no memory."""
+        with self.wrapped(None):
+            names = [key.decode() for key in self._kvs.list().result()]
+            described = tuple(DRIVERS.values())
+            ends = [None if name.endswith(described) else slice(-1, None) for name in names]
+            reads = [
+                self._kvs.read(name, byte_range=end) for name, end in zip(names, ends, strict=True)
+            ]
+        found: dict[str, bytes | int] = {}
+        for name, end, read in zip(names, ends, reads, strict=True):
+            with self.wrapped(_owner(name)):
+                value = bytes(read.result().value)
+            if not value:  # tensorstore takes a file that is missing for an empty value
+                raise missing(path=os.path.join(self.directory, name), tensor=_owner(name))
+            found[name] = value if end is None else len(value)
+        return found
 
     def descriptions(self, wanted: Sequence[tuple[str, str]]) -> Iterator[tuple[str, bytes | str]]:
         """For each (tensor, key), the path for messages, and the bytes or the path of a file."""

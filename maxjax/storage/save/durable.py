@@ -140,11 +140,14 @@ def _delete_part(path: str) -> bool:
     return False
 
 
-def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> None:
+def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> int:
     """Creates a file, which must not exist yet, with the concatenated ``pieces``, and flushes it to the disk.
 
     Args:
         like: file whose mode the new file gets, if it exists and the file system has modes.
+
+    Returns:
+        The size of the file in bytes.
 
     Raises:
         OSError: the operating system reports an error.
@@ -159,6 +162,7 @@ def write_new(path: str, pieces: Iterable[Any], *, like: str | None = None) -> N
             while rest:
                 rest = rest[os.write(fd, rest) :]
         os.fsync(fd)
+        return os.fstat(fd).st_size
     finally:
         os.close(fd)
 

@@ -25,7 +25,12 @@ from functools import lru_cache
 from typing import Any, Self
 from weakref import WeakSet
 
-from ...errors import CheckpointBusyError, CheckpointError, CheckpointMissingError
+from ...errors import (
+    CheckpointBusyError,
+    CheckpointError,
+    CheckpointMissingError,
+    CheckpointSaveError,
+)
 from ..files import closed_on_error, open_regular
 from ..strict_json import load_json
 from .beside import WAITING, waiting
@@ -90,6 +95,7 @@ class Staging:
         self.shown = target_path(directory)
         self.directory = os.path.realpath(self.shown)
         self._created: list[str] = []
+        self._written: dict[str, int] = {}  # name → bytes of each file that is not committed yet
         self._kept = "", None
         if os.path.isdir(self.directory):
             self.keeps(f"Nothing in {self.shown} was changed.")
@@ -105,7 +111,7 @@ class Staging:
             self.swept = sweep(self.directory)
             os.mkdir(self.folder)
             self._open_lock(self.folder, True)
-            write_new(os.path.join(self.folder, _OWNER), [_owner(exclusive)])
+            self._write(_OWNER, [_owner(exclusive)])
 
     def _open_lock(self, path: str, exclusive: bool) -> bool:
         # In one call, since an interrupt may come between two: a lock that is held but not recorded
@@ -148,10 +154,31 @@ class Staging:
         except CheckpointError:
             raise
         except OSError as error:
+            if error.errno == errno.ENOENT and self._written:
+                raise self.deleted(error.filename or self.folder) from error
             found = save_error(error, self.shown, doing, self.kept, needed)
             if isinstance(found, CheckpointMissingError):  # a save fails to write, not to read
                 found = save_failed(found.problem, self.shown, error.errno, self.kept or None)
             raise found from error
+
+    def deleted(self, path: str) -> CheckpointSaveError:
+        """The error for a file of this save that is gone. It promises nothing about the previous checkpoint."""
+        problem = f"{path} is there no longer: it was deleted while the checkpoint was being saved"
+        return save_failed(problem, self.shown, errno.ENOENT)
+
+    def check_written(self) -> None:
+        """Checks that all files that were written and not committed yet are there, the owner's among them.
+
+        The deletion of the directory takes the owner's file as well, whatever it leaves.
+
+        Raises:
+            CheckpointSaveError: a file was deleted or cut off.
+        """
+        with self.saving("checking the files"):
+            for name, nbytes in self._written.items():
+                path = os.path.join(self.folder, name)
+                if os.stat(path).st_size != nbytes:
+                    raise self.deleted(f"what was written to {path}")
 
     def require_space(self, nbytes: int) -> None:
         """Refuses a save that does not fit the disk, before anything is written.
@@ -190,11 +217,19 @@ class Staging:
         Raises:
             CheckpointSaveError: the operating system reports an error.
         """
-        path = os.path.join(self.folder, name)
-        old = os.path.join(self.directory, like or name)
         with self.saving(f"writing {name}", needed=nbytes):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            write_new(path, pieces, like=old)
+            self._write(name, pieces, like=os.path.join(self.directory, like or name))
+
+    def _write(self, name: str, pieces: Iterable[Any], like: str | None = None) -> None:
+        *above, file = name.split("/")
+        path = self.folder
+        for (
+            part
+        ) in above:  # not os.makedirs: the folder itself, if it was deleted, is not made again
+            path = os.path.join(path, part)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+        self._written[name] = write_new(os.path.join(path, file), pieces, like=like)
 
     def commit(
         self, *groups: Sequence[str], retire: Sequence[str] = (), remove: Sequence[str] = ()
@@ -206,11 +241,13 @@ class Staging:
         which only the old checkpoint needed.
 
         Raises:
-            CheckpointSaveError: the operating system reports an error; all old files are in place.
+            CheckpointSaveError: the operating system reports an error, or a file that was written is
+                gone; all old files are in place.
         """
         undo: list[tuple[str, str | None]] = []
         with self.saving("putting the new files into place"):
             lock(self.fd, wait=True)
+            self.check_written()
             try:
                 for group in groups:
                     for name in group:
@@ -225,6 +262,7 @@ class Staging:
                 self._undo(undo)
                 raise
         self._created.clear()
+        self._written = {_OWNER: self._written[_OWNER]}
         self._remove(remove)
 
     def _target(self, name: str) -> str:
@@ -265,6 +303,9 @@ class Staging:
                 else:
                     os.unlink(place)
             except OSError as error:
+                if backup is None and not os.path.lexists(self.folder):  # somebody deletes it all
+                    shutil.rmtree(place, ignore_errors=True)
+                    continue
                 self.keeps(f"{place} is new and could not be removed: {error.strerror}.")
                 break  # the files before it belong to it
         with contextlib.suppress(OSError):

@@ -1,12 +1,18 @@
 """Saves disturbed by a process that is forked, or by the deletion of their directory; steps opened again."""
 
+import contextlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import numpy as np
 import tensorstore
 
 from maxjax import checkpoint
+from maxjax.checkpoint.orbax import save as writing
+from maxjax.errors import CheckpointSaveError
 from maxjax.graph.weights import load_weights
 
 FORKS = """
@@ -36,34 +42,91 @@ def test_a_worker_that_is_forked_during_a_save_holds_nothing_and_ends(tmp_path):
 
 
 DELETES = """
-import os, shutil, sys, time
+import glob, os, shutil, sys, threading, time
 import numpy as np
 from maxjax import checkpoint
+from maxjax.checkpoint.orbax import save
 from maxjax.errors import CheckpointSaveError
+from maxjax.graph.weights import load_weights
+
+root, commit = sys.argv[1], save.commit
+written, deleted = threading.Event(), threading.Event()
+
+def commit_after_the_deletion(*args):
+    written.set()
+    deleted.wait()
+    return commit(*args)
 
 arrays = {f"a{i}": np.ones((500, 500), np.float32) for i in range(40)}
-for milliseconds in (0, 0, 0, 10, 20, 40):
-    checkpoint.save(sys.argv[1], None, tree={"a": np.ones(1)}, step=1)
-    response = checkpoint.save_async(sys.argv[1], None, tree=arrays)
-    while not response.done() and os.listdir(sys.argv[1]) == ["1"]:
-        pass
-    time.sleep(milliseconds / 1000)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+for seconds in (None, 0, 0, 0, 0.003, 0.006, 0.01, 0.02, 0.04):
+    checkpoint.save(root, None, tree={"a": np.ones(1)}, step=1)
+    save.commit = commit_after_the_deletion
+    response = checkpoint.save_async(root, None, tree=arrays)
+    while not (glob.glob(f"{root}/.maxjax-*/2*") or response.done()):
+        time.sleep(0.0001)
+    written.wait() if seconds is None else time.sleep(seconds)
+    shutil.rmtree(root, ignore_errors=True)
+    deleted.set()
     try:
-        response.result()
+        path = response.result()
+        with load_weights(path) as weights:
+            print("complete", all(np.all(weights[name].data().data == 1) for name in arrays))
     except CheckpointSaveError as error:
         print(error)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    save.commit = commit
+    written.clear(), deleted.clear()
+    shutil.rmtree(root, ignore_errors=True)
 """
 
 
-def test_a_save_whose_directory_is_deleted_says_so_once(tmp_path):
+def test_a_save_whose_directory_is_deleted_is_complete_or_says_so_once(tmp_path):
+    """It is deleted when all is written, and at moments before; tensorstore makes what is missing again."""
     script = [sys.executable, "-c", DELETES, str(tmp_path / "run")]
     done = subprocess.run(script, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout
+    assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Event loop" not in done.stderr
-    assert any("is there no longer" in line for line in done.stdout.splitlines())
-    assert not any("intact" in line for line in done.stdout.splitlines())
+    lines = done.stdout.splitlines()
+    assert len(lines) == 9 and "is there no longer" in lines[0]
+    assert all("is there no longer" in one or one == "complete True" for one in lines), done.stdout
+    assert "intact" not in done.stdout
+
+
+def test_a_file_deleted_before_the_commit_is_missed_unless_nothing_needs_it(tmp_path, monkeypatch):
+    """One file of the step at a time; and each is cut off."""
+    commit, failed = writing.commit, set()
+    tree = {"a": jax.numpy.arange(600_000.0), "b": np.arange(3), "c": {"d": 1.5}}
+
+    def spoiled(nth, cut):
+        def spoil(target, *args):
+            files = sorted(path for path in Path(target.written).rglob("*") if path.is_file())
+            spoilt.append(len(files))
+            with contextlib.suppress(IndexError):
+                spoilt.append(files[nth].name)
+                os.truncate(files[nth], files[nth].stat().st_size // 2) if cut else files[
+                    nth
+                ].unlink()
+            return commit(target, *args)
+
+        return spoil
+
+    for cut in (False, True):
+        nth, spoilt = 0, [1]
+        while nth < spoilt[0]:
+            spoilt = []
+            monkeypatch.setattr(writing, "commit", spoiled(nth, cut))
+            root = tmp_path / f"{nth}-{cut}"
+            try:
+                checkpoint.save(root, None, tree=tree)
+            except CheckpointSaveError as error:
+                assert "is there no longer" in str(error) and not (root / "0").exists()
+                failed.add((spoilt[1], cut))
+            else:
+                found = checkpoint.restore(root, None, tree=tree)["tree"]
+                assert jax.tree.all(jax.tree.map(np.array_equal, found, tree))
+            nth += 1
+    needed = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
+    assert {(name, cut) for name in needed for cut in (False, True)} <= failed
+    assert len(failed) >= 2 * len(needed) + 4  # the values and the tree of keys
 
 
 def test_opening_a_step_again_keeps_no_more_memory(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -315,6 +316,45 @@ def test_what_cannot_be_taken_back_is_said(tmp_path, monkeypatch):
             one.commit(["a", "b"])
 
 
+@pytest.mark.parametrize("deleted", ["a", "later/b", ".owner", "."])
+def test_a_file_that_is_deleted_before_the_commit(tmp_path, deleted):
+    """Others may have been written after the deletion; that of the directory takes the owner's file."""
+    saved(tmp_path, a="1")
+    with pytest.raises(
+        CheckpointSaveError, match=r"/\S+ is there no longer: it was deleted"
+    ) as caught:
+        with Staging(tmp_path) as one:
+            one.keeps("All is as before.")
+            for name in ("a", "later/b", "c"):
+                one.write(name, [b"2"])
+            path = Path(one.folder, deleted)
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+            if deleted != "a":
+                Path(one.folder, "a").parent.mkdir(exist_ok=True)
+                Path(one.folder, "a").write_text("2")
+            one.commit(["a", "later"], ["c"])
+    assert caught.value.errno == errno.ENOENT and "as before" not in str(caught.value)
+    assert content(tmp_path) == {"a": "1"}
+
+
+def test_a_file_that_is_cut_off_before_the_commit(tmp_path):
+    with pytest.raises(CheckpointSaveError, match="what was written to .*/a is there no longer"):
+        with Staging(tmp_path) as one:
+            one.write("a", [b"22"])
+            os.truncate(os.path.join(one.folder, "a"), 1)
+            one.commit(["a"])
+    assert content(tmp_path) == {}
+
+
+def test_a_directory_that_is_deleted_is_not_made_again(tmp_path):
+    root = tmp_path / "root"
+    with pytest.raises(CheckpointSaveError, match="is there no longer"):
+        with Staging(root) as one:
+            shutil.rmtree(root)
+            one.write("folder/a", [b"1"])
+    assert not root.exists()
+
+
 def test_old_files_that_cannot_be_deleted_are_told(tmp_path, monkeypatch, caplog):
     saved(tmp_path, a="1", b="2", c="3")
     with Staging(tmp_path) as one, monkeypatch.context() as patch:
@@ -497,11 +537,14 @@ from maxjax.storage.save.staging import Staging
 one = Staging(sys.argv[1])
 one.write("a", [b"half"])
 if sys.argv[2] == "fork":
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
         one.close()  # which is not its own
         os.close(1)
+        os.write(writer, b"1")
         time.sleep(600)
+    os.read(reader, 1)  # until the child has closed the locks that it was born with
 else:  # a program that takes over every open file
     for fd in one._locks:
         os.set_inheritable(fd, True)
