@@ -152,9 +152,10 @@ class LlamaBlock(Module):
 
     def __init__(self, config: Any, layer: int, dtype: DType):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.self_attn = LlamaAttention(config, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.mlp = LlamaMLP(config, dtype)
 
     def __call__(
@@ -175,7 +176,8 @@ class LlamaModel(Module):
         self.layers: Any = LayerList(
             LlamaBlock(config, layer, dtype) for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.norm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
 
     def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         x = self.embed_tokens(ids).astype(self.dtype.np)  # [B, T, E]

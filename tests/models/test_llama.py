@@ -1,10 +1,12 @@
 """Llama and Mistral against transformers: small random models in its files, read by us."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
-from maxjax.models import LlamaConfig, MistralConfig
+from maxjax.models import Llama, LlamaConfig, Mistral, MistralConfig, Qwen2, SeedOSS
 from maxjax.models.parts.rotary import read_rope
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
@@ -19,6 +21,26 @@ def test_logits(tmp_path, heads, tied):
     model = oracle("Llama", tmp_path, num_key_value_heads=HEADS[heads], tie_word_embeddings=tied)
     ids = ids_of(2, LENGTH)
     same(call(ours(tmp_path), ids), logits_of(model, ids))
+
+
+@pytest.mark.parametrize("kind", [Llama, Mistral, Qwen2, SeedOSS])
+def test_norms_round_before_they_multiply_by_the_weight_as_in_transformers(kind):
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
+    config = kind.family.config(10, 64, 16, rms_norm_eps=1e-6, **sizes)
+    model = kind(config, "bfloat16", stacked=False)
+    layer, rng = model.model.layers[0], np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16)
+    weight = jnp.asarray(1 + 0.1 * rng.normal(size=64), jnp.bfloat16)
+    wide = x.astype(jnp.float32)
+    rounded = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm, model.model.norm):
+        norm.load_state_dict({"weight": weight})
+        np.testing.assert_array_equal(norm(x), rounded.astype(jnp.bfloat16) * weight[None])
 
 
 AXES = HEADS, (False, True), (False, True), (1, 2, 4, 8)
