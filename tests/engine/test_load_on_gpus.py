@@ -16,8 +16,8 @@ from maxjax.graph.placement import arrays, stacking
 from maxjax.graph.placement.arrays import platform_of
 from maxjax.graph.weight import stacked as stacked_module
 from maxjax.graph.weights import load_weights
-from maxjax.models import FAMILIES, Decoder, DecoderConfig, Llama, LlamaConfig, build
-from maxjax.models.decoder import model as decoder_module
+from maxjax.models import FAMILIES, LanguageModel, Llama, LlamaConfig, build
+from maxjax.models.parts import language_model as decoder_module
 from maxjax.nn import LayerList, LayerStack
 from maxjax.storage.hub import find_model
 from tests.models import goldens
@@ -100,14 +100,14 @@ def test_it_is_decided_before_anything_is_read(gpu, monkeypatch):
     made, forms = [], []
     for name in ("stack", "unstack"):
         monkeypatch.setattr(stacked_module, name, lambda *args: made.append(args))
-    fill = Decoder.load_state_dict
+    fill = LanguageModel.load_state_dict
 
     def watched(self, *args, **options):
         forms.append(form(self))
         assert all(w.value is None for w in self.raw_state_dict().values())
         return fill(self, *args, **options)
 
-    monkeypatch.setattr(Decoder, "load_state_dict", watched)
+    monkeypatch.setattr(LanguageModel, "load_state_dict", watched)
     maxjax.load("tiny", tokenizer=False)
     assert forms == [LayerList] and not made
     assert stacking.stack is not stacked_module.stack  # what was watched is what is used
@@ -141,15 +141,15 @@ def test_every_family_says_whether_it_is_separate():
     def subclasses(cls):
         return {cls}.union(*map(subclasses, cls.__subclasses__()))
 
-    separate = {cls.__name__: cls.separate_on_gpus for cls in subclasses(Decoder)}
+    separate = {cls.__name__: cls.separate_on_gpus for cls in subclasses(LanguageModel)}
     assert {"Llama", "Gemma3", "GPT2", "Mixtral", "Qwen3MoE"} < set(separate)
     assert all(separate.values())
 
 
 def test_programs_do_not_see_the_number_of_a_layer():
     """If they did, XLA would compile each layer's kernels anew, and copy caches that it writes to."""
-    model = Decoder(
-        DecoderConfig(64, 16, 24, num_hidden_layers=3, num_attention_heads=4), stacked=False
+    model = Llama(
+        LlamaConfig(64, 16, 24, num_hidden_layers=3, num_attention_heads=4), stacked=False
     )
     ids = jax.ShapeDtypeStruct((2, 1), np.int32)
     text = jax.jit(lambda m, ids: m(ids, m.cache(2, 8))).lower(model, ids).as_text()

@@ -1,5 +1,6 @@
 """Family tables and PretrainedModel: from the names of a checkpoint to those of a model."""
 
+import dataclasses
 import json
 
 import jax
@@ -27,6 +28,7 @@ from maxjax.models import (
     find_family,
 )
 from maxjax.models.bert import BERT
+from maxjax.models.parts import constant
 from maxjax.models.pooling import Pooling
 
 SIZES = {
@@ -204,9 +206,10 @@ def test_a_family_of_a_class_has_its_names_and_another_like_it_has_its_files():
     class Mine(Llama):
         pass
 
+    @dataclasses.dataclass(frozen=True)
     class MineConfig(LlamaConfig):
         model_type = "mine"
-        fixed = {"attention_bias": True}
+        attention_bias: bool = constant(True)
 
     family = DecoderFamily.of(Mine, MineConfig, ignored=("extra.*",))
     assert family.architectures == ("MineForCausalLM", "MineModel")

@@ -233,7 +233,8 @@ def test_what_a_text_config_leaves_out(kind, text, expected):
     sizes |= {} if text is None else {"model_type": text}
     settings = text_settings({"model_type": kind, "text_config": sizes})
     config = ModelConfig.by_model_type[settings["model_type"]].from_dict(settings)
-    found = {key: config.rope.theta if key == "theta" else getattr(config, key) for key in expected}
+    rope = getattr(config, "rope_parameters", None) or config.rope
+    found = {key: rope.theta if key == "theta" else getattr(config, key) for key in expected}
     assert found == expected
     assert (
         text_settings({"model_type": kind, "text_config": {**sizes, "num_key_value_heads": 2}})[

@@ -165,7 +165,7 @@ def test_a_gguf_file_gives_the_tree_of_the_files_it_was_made_of(tmp_path):
     ("changes", "message"),
     [
         ({"rms_norm_eps": 1e-5}, r"two Llamas differ in config\.rms_norm_eps: 1e-06 and 1e-05"),
-        ({"rope_theta": 5.0}, r"differ in config\.rope\.theta: 10000\.0 and 5\.0"),
+        ({"rope_theta": 5.0}, r"differ in config\.rope_parameters\.theta: 10000\.0 and 5\.0"),
     ],
 )
 def test_what_differs_is_named(changes, message, tmp_path):

@@ -59,7 +59,8 @@ def test_windows_of_some_layers(tmp_path, kind, windows):
     model, ids = oracle(kind, tmp_path, **settings), ids_of(2, LENGTH)
     mine = ours(tmp_path)
     same(call(mine, ids), logits_of(model, ids))
-    assert list(mine.config.slides) == [kind[0] == "s" for kind in model.config.layer_types]
+    found = [mine.config.window(i) is not None for i in range(3)]
+    assert found == [kind[0] == "s" for kind in model.config.layer_types]
     if windows == "listed":
         prompts = [ids[0, :11], ids[1, :3]]
         found = greedy(mine, prompts, 16, 4)
@@ -110,16 +111,18 @@ def test_defaults_are_those_of_transformers():
     ]:
         mine = {"Qwen2": Qwen2Config, "Qwen3": Qwen3Config}[kind].from_dict({**RAW, **more})
         other = settings_of(f"{kind}Config", {**RAW, **more})
-        assert mine.kv_heads == other.num_key_value_heads
+        assert mine.num_key_value_heads == other.num_key_value_heads
         assert mine.max_position_embeddings == other.max_position_embeddings
         assert mine.sliding_window == other.sliding_window
-        assert mine.width == getattr(other, "head_dim", 2)
-        assert list(mine.slides) == [name == "sliding_attention" for name in other.layer_types]
+        assert mine.head_dim == getattr(other, "head_dim", 2)
+        windows = [mine.window(i) is not None for i in range(mine.num_hidden_layers)]
+        assert windows == [name == "sliding_attention" for name in other.layer_types]
 
 
 def test_what_the_code_of_a_family_has_a_file_cannot_change():
     found = Qwen2Config.from_dict({**RAW, "attention_bias": False, "mlp_bias": True})
-    assert (found.attention_bias, found.output_bias, found.mlp_bias) == (True, False, False)
+    biases = found.attention_bias, found.attention_out_bias, found.mlp_bias
+    assert biases == (True, False, False)
     assert Qwen3Config.from_dict(RAW).qk_norm and not Qwen3Config.from_dict(RAW).attention_bias
 
 
