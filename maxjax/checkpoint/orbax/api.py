@@ -32,7 +32,7 @@ _SIGNS = (
     (r"Read-only file system", errno.EROFS),
     (r"Permission denied|PERMISSION_DENIED", errno.EACCES),
     (r"Input/output error", errno.EIO),
-    (r"NOT_FOUND", errno.ENOENT),  # what was written before
+    (r"NOT_FOUND|does not exist", errno.ENOENT),  # what was written before
 )
 
 

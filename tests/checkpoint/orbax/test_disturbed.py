@@ -65,6 +65,7 @@ for seconds in (None, 0, 0, 0, 0.003, 0.006, 0.01, 0.02, 0.04):
     while not (glob.glob(f"{root}/.maxjax-*/2*") or response.done()):
         time.sleep(0.0001)
     written.wait() if seconds is None else time.sleep(seconds)
+    shutil.rmtree(f"{root}/1")  # first, so that no error calls it intact
     shutil.rmtree(root, ignore_errors=True)
     deleted.set()
     try:
