@@ -33,9 +33,11 @@ from .signature import (
     ArrayKind,
     ModelWeights,
     Signature,
+    Text,
     WeightEntry,
     describe,
     level,
+    model_text,
     names_in,
     weights_of,
 )
@@ -272,7 +274,7 @@ class Arguments:
         if isinstance(plain, _Model):
             if not isinstance(value, (Mapping, FileWeights, Module)):
                 raise UserInputError(self._differ(path, args))
-            return plain.binder.values(value, f"{_shown(path)} of the exported {self.name}")
+            return plain.binder.values(value, f"{_argument(path)} of the exported {self.name}")
         expected, names, inner = level(plain)
         kind, keys, children = level(value)
         if kind != expected or set(keys) != set(names):
@@ -288,10 +290,10 @@ class Arguments:
         leaves: list[Any] = []
         try:
             tree = describe(args, leaves)
-            found = repr(Signature(tree, ()).restore(map(_described, leaves)))
+            found = repr(Signature(tree, ()).restore(map(_described, leaves), model_text))
         except TypeError as error:
             found = f"what they are: {error}"
-        where = f"{_shown(path)} differs" if path else "there are more or fewer"
+        where = f"{_argument(path)} differs" if path else "there are more or fewer"
         return f"{self.name} takes the arguments {cut(self._shown)}, not {cut(found)}: {where}"
 
     def _wrong(self, i: int, leaf: Any, sizes: Mapping[str, Any]) -> ValueError:
@@ -336,20 +338,14 @@ def _same(shape: Path, kind: ArrayKind, sizes: dict[str, Any]) -> bool:
     return True
 
 
-def _shown(path: Path) -> str:
+def _argument(path: Path) -> str:
     """An argument's place, for messages."""
     return f"argument {path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
 
 
-class _Text(str):
-    """A string whose repr has no quotes."""
-
-    __repr__ = str.__str__
-
-
-def _described(leaf: Any) -> ArrayKind | _Text:
+def _described(leaf: Any) -> ArrayKind | Text:
     is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-    return ArrayKind.of(leaf) if is_array else _Text(type(leaf).__name__)
+    return ArrayKind.of(leaf) if is_array else Text(type(leaf).__name__)
 
 
 def cut(text: str, limit: int = 300) -> str:

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from ...errors import CheckpointMismatchError, UserInputError, printable
 from ...graph import compile_cache
 from ...paths import local_path
+from ...rendering.row import counted
 from ...storage.limits import Limits, in_force
 from .arguments import Arguments, Binder, ModelArrays, Path, cut
 from .file import ProgramHeader, open_program, unreadable
@@ -169,7 +170,7 @@ class ExportedProgram:
         return None
 
     def __repr__(self) -> str:
-        count = f"{len(self.names)} weight{'s' * (len(self.names) != 1)}"
+        count = counted(len(self.names), "weight")
         where = ", ".join(self.platforms)
         return printable(f"{type(self).__name__}({self.name}({self._shown}, {count}, {where})")
 

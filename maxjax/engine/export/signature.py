@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...graph.value import TensorValue, unwrap
 from ...nn.layer import Module
+from ...rendering.row import counted
 
 LEAF = "leaf"
 
@@ -96,6 +97,17 @@ class ModelWeights(NamedTuple):
             values = [array] if isinstance(leaf, str) else _layers(array, len(names))
             found.update(zip(names, values, strict=True))
         return {name: found[name] for name in self.weights}
+
+
+class Text(str):
+    """A string whose repr has no quotes."""
+
+    __repr__ = str.__str__
+
+
+def model_text(weights: ModelWeights, leaves: Any) -> Text:
+    """A model in a description of arguments or results."""
+    return Text(f"model({counted(len(weights.weights), 'weight')})")
 
 
 def names_in(leaf: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -206,7 +218,7 @@ class Signature(NamedTuple):
 
     def show(self, avals: Iterable[Any]) -> str:
         """The containers in Python's notation, around the types of these arrays."""
-        return repr(self.restore(map(ArrayKind.of, avals, self.dtypes)))
+        return repr(self.restore(map(ArrayKind.of, avals, self.dtypes), model_text))
 
 
 Restored = Callable[[ModelWeights, list[Any]], Any]

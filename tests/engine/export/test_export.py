@@ -518,6 +518,8 @@ def test_a_module_as_an_argument(path):
     model = filled(linear())
     program = load_exported(path)
     assert program.inputs == ({"weight": sds(4, 4)}, sds(3, 4))
+    types = "Call(model(1 weight), float32[3, 4]) -> (float32[3, 4], model(1 weight)), 0 weights"
+    assert repr(program) == f"ExportedProgram({types}, cpu)"
     found, back = program({}, {"weight": model.weight.value}, X)
     assert bits(found) == bits(run(model, X)) and bits(back) == bits(model.state_dict())
     assert bits(program({}, model, X)[0]) == bits(found)
@@ -1139,7 +1141,8 @@ def test_headers_that_nobody_wrote(net_file, path, case):
     assert says in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_random_headers(net_file, path):
+@pytest.mark.parametrize("with_models", [False, True])
+def test_random_headers(net_file, path, tmp_path, with_models):
     """A value anywhere in the header replaced by another: refused, or as good as before."""
     rng = random.Random(1)
     values = [
@@ -1165,6 +1168,9 @@ def test_random_headers(net_file, path):
         here[key] = rng.choice(values)
         return header
 
+    if with_models:
+        net_file = tmp_path / "models"
+        export(calling(applied), (Net(), *NET), net_file)
     for _ in range(150):
         path.write_bytes(net_file.read_bytes())
         rewritten(path, change)
