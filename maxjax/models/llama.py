@@ -82,8 +82,8 @@ class LlamaConfig(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
-    head_dim: int | None = size(default=None)
+    num_key_value_heads: int = size(default=None)
+    head_dim: int = size(default=None)
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
@@ -98,7 +98,7 @@ class LlamaConfig(LanguageModelConfig):
 class LlamaAttention(Module):
     """Attention with rotary positions, in which H/K query heads share a key-value head (arXiv:2305.13245)."""
 
-    def __init__(self, config: Any, layer: int, dtype: DType):
+    def __init__(self, config: LlamaConfig, layer: int, dtype: DType):
         super().__init__()
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         E, bias, out_bias = config.hidden_size, config.attention_bias, config.attention_out_bias
@@ -130,7 +130,7 @@ class LlamaAttention(Module):
 class LlamaMLP(Module):
     """The gated MLP, SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: LlamaConfig, dtype: DType):
         super().__init__()
         E, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.act = config.hidden_act
@@ -150,7 +150,7 @@ class LlamaMLP(Module):
 class LlamaBlock(Module):
     """One layer: attention, then the MLP, each added to the hidden states."""
 
-    def __init__(self, config: Any, layer: int, dtype: DType):
+    def __init__(self, config: LlamaConfig, layer: int, dtype: DType):
         super().__init__()
         E, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
@@ -169,11 +169,11 @@ class LlamaBlock(Module):
 class LlamaModel(Module):
     """The model without its head: ``model`` in the files."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: LlamaConfig, dtype: DType):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers: Any = LayerList(
+        self.layers = LayerList(
             LlamaBlock(config, layer, dtype) for layer in range(config.num_hidden_layers)
         )
         E, eps = config.hidden_size, config.rms_norm_eps
@@ -201,7 +201,7 @@ class Llama(LanguageModel):
         ['lm_head.weight', 'model.embed_tokens.weight', 'model.norm.weight']
     """
 
-    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+    def __init__(self, config: LlamaConfig, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__(config, dtype)
         self.model = LlamaModel(config, self.dtype)
         self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)
@@ -220,7 +220,7 @@ class MistralConfig(LlamaConfig):
 
     model_type = "mistral"
 
-    num_key_value_heads: int | None = size(default=8)
+    num_key_value_heads: int = size(default=8)
     max_position_embeddings: int = 131_072
     attention_bias: bool = constant(False)
     mlp_bias: bool = constant(False)
