@@ -106,9 +106,10 @@ class Binder:
             except ValueError as error:
                 raise CheckpointMismatchError(str(error), path=arrays._path) from None
 
-    def _fits(self, source: Mapping[str, Any], what: str) -> dict[str, Fit]:
-        """A Fit for each weight, or one error that lists all weights that do not fit."""
-        fits, missing = {}, []
+    def _fits(self, source: Mapping[str, Any], what: str) -> dict[str, Fit | jax.Array]:
+        """A Fit for each weight, or the array if it is right as it is; or one error that lists all that do not fit."""
+        fits: dict[str, Fit | jax.Array] = {}
+        missing = []
         problems: list[str] = []
         for name in (name for leaf in self._weights.leaves for name in names_in(leaf)):
             entry = self._weights.weights[name]
@@ -117,11 +118,12 @@ class Binder:
             if not given:
                 missing.append(name)
                 continue
-            found = _fit(name, entry, self.types[name], next(iter(given.values())))
-            if isinstance(found, Fit):
-                fits[name] = found
-            else:
+            value, declared = next(iter(given.values())), self.types[name]
+            found = value if _is(value, declared) else _fit(name, entry, declared, value)
+            if isinstance(found, str):
                 problems.append(found)
+            else:
+                fits[name] = found
             problems += _different(given)
         if missing:
             problems.append(f"Missing required weights: {', '.join(missing)}")
@@ -197,25 +199,26 @@ def _different(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"'{owner}' and '{key}' are one tied weight, but their values differ"
 
 
-def _place(weights: ModelWeights, fits: Mapping[str, Fit]) -> list[Any]:
+def _place(weights: ModelWeights, fits: Mapping[str, Fit | jax.Array]) -> list[Any]:
     """Reads and converts the values and puts them on the device; one array for each leaf."""
     stacked: dict[int, tuple[None, list[Fit]]] = {}
     single: list[Fit] = []
     for i, leaf in enumerate(weights.leaves):
         group = [fits[name] for name in names_in(leaf)]
-        if isinstance(leaf, str) or any(map(is_on_device, group)):
-            single += group
+        left = [one for one in group if isinstance(one, Fit)]
+        if isinstance(leaf, str) or len(left) < len(group) or any(map(is_on_device, left)):
+            single += left
         else:
-            stacked[i] = None, group
+            stacked[i] = None, left
     arrays, stacks = map(iter, read(single, list(stacked.values())))
     values = []
     for i, leaf in enumerate(weights.leaves):
         if i in stacked:
             values.append(next(stacks))
-        elif isinstance(leaf, str):
-            values.append(next(arrays))
-        else:
-            values.append(jnp.stack([next(arrays) for _ in leaf]))
+            continue
+        group = [fits[name] for name in names_in(leaf)]
+        found = [next(arrays) if isinstance(one, Fit) else one for one in group]
+        values.append(found[0] if isinstance(leaf, str) else jnp.stack(found))
     return values
 
 

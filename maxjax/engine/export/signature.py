@@ -315,7 +315,7 @@ def _restore(tree: Any, leaves: Iterator[Any], model: Restored) -> Any:
     if tree == LEAF:
         return _take(leaves, 1)[0]
     kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and tree else ("", None)
-    if isinstance(inner, ModelWeights):
+    if isinstance(inner, ModelWeights) and len(tree) == 1:
         return model(inner, _take(leaves, len(inner.leaves)))
     if not isinstance(inner, list) or kind not in ("tuple", "list", "dict") or len(tree) > 1:
         raise ValueError(f"{tree!r:.80} is not a valid tree")

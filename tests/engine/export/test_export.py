@@ -1120,6 +1120,8 @@ HEADERS = {
     "a model with too many leaves": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {"tuple": [
         {"model": {"weights": {n: {"dtype": "float32", "aliases": []} for n in "abc"}, "leaves": ["a", "b", "c"]}},
         ]}}}, "the wrong number of leaves"),
+    "a model and more": (lambda h: {**h, "inputs": {**h["inputs"], "tree": {
+        "model": {"weights": {}, "leaves": []}, "tuple": ["leaf"]}}}, "is not a valid tree"),
     "no tree": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {"set": []}}}, "is not a valid tree"),
     "keys of two kinds": (lambda h: {**h, "outputs": {**h["outputs"], "tree": {
         "dict": [["a", "leaf"], [1, "leaf"]]}}}, "is not a valid tree"),
