@@ -7,14 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import UserInputError, closest, some
-from ..models.decoder.experts import SparseMLP
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.layer.walk import Walk
 from ..nn.low_rank import LowRank
-from ..nn.moe.moe import MoE
+from ..nn.moe import Experts, MoE
 
-_MIXTURES = (SparseMLP, MoE)
 # The attributes that hold an output layer, which PEFT's "all-linear" leaves out too.
 _HEADS = ("lm_head", "score")
 
@@ -56,9 +54,14 @@ def targets(model: Module, walk: Walk | None = None) -> list[TargetLayer]:
         walk: the model's Walk; None for one in which a single layer represents all layers of a stack.
     """
     walk = walk or Walk(model, stacked=True)
-    mixtures = [
-        path for path, m in zip(walk.paths, walk.modules, strict=True) if isinstance(m, _MIXTURES)
-    ]
+    experts, mixtures = [], []
+    for path, module in zip(walk.paths, walk.modules, strict=True):
+        if isinstance(module, Experts):
+            experts.append(path)
+            mixtures.append(path[: path[:-1].rfind(".") + 1])  # the Module that holds them
+        elif isinstance(module, MoE):
+            experts.append(f"{path}experts.")
+            mixtures.append(path)
     found = []
     for module, prefix, path in zip(walk.modules, walk.prefixes, walk.paths, strict=True):
         base = next((w for n, w in _weights(module) if not n.startswith("lora_")), None)
@@ -68,8 +71,8 @@ def targets(model: Module, walk: Walk | None = None) -> list[TargetLayer]:
         # A linear layer with a ``name`` has that name as a prefix of its weights' names.
         front = local.removesuffix("weight") if local.endswith(".weight") else ""
         names = walk.holder(base).stored.names((prefix + front).removesuffix("."))
-        within = [path.removeprefix(one) for one in mixtures if path.startswith(one)]
-        kind = "" if not within else "expert" if within[-1].startswith("experts.") else "router"
+        kind = "router" if path.startswith(tuple(mixtures)) else ""
+        kind = "expert" if path.startswith(tuple(experts)) else kind
         found.append(TargetLayer(tuple(names), module, base, front, kind))
     return found
 

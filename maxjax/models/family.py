@@ -418,7 +418,6 @@ class PretrainedModel(Module):
     def _unstack_unequal(self, unequal: set[int]) -> None:
         """Unstacks the experts of layers whose files hold them in different dtypes or encodings."""
         for _, module in list(self.named_modules()):
-            for name, child in list(module._mx_children.items()):
-                is_unequal = any(id(stack) in unequal for stack in child._mx_stacks)
-                if isinstance(child, ExpertStack) and is_unequal:
-                    setattr(module, name, child.unstack())
+            is_unequal = any(id(stack) in unequal for stack in module._mx_stacks)
+            if isinstance(module, ExpertStack) and is_unequal:
+                module.unstack()

@@ -12,7 +12,6 @@ import numpy as np
 
 from ...errors import UserInputError
 from ...graph.weight.weight import Weight
-from ...models.decoder.experts import SparseMLP
 from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.write import gguf_places
 from ...models.parts.language_model import LanguageModel
@@ -20,6 +19,7 @@ from ...models.weights import check_loaded
 from ...nn.layer import Module, layer_hook
 from ...nn.layer.walk import check_module
 from ...nn.linear import ColumnParallelLinear, Linear
+from ...nn.moe import Experts
 from ...nn.moe.algorithms import between
 from ...nn.stacked_linear import StackedLinear
 from ...nn.transposed_linear import TransposedLinear
@@ -151,12 +151,11 @@ def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:
         if type(layer) in _LINEAR and isinstance(getattr(layer, "weight", None), Weight):
             x = jnp.asarray(args[0], jnp.float32).reshape(-1, args[0].shape[-1])
             add(layer, jnp.sum(x * x, axis=0), float(x.shape[0]))
-        elif isinstance(layer, SparseMLP):
+        elif isinstance(layer, Experts):
             inside.append(layer)
             try:
-                # Gemma 4's router takes other states than its experts: the second argument.
-                rows = [one.reshape(-1, one.shape[-1]) for one in args[:2] if one is not None]
-                _add_experts(layer, rows[0], rows[-1], add)
+                tokens, chosen = (one.reshape(-1, one.shape[-1]) for one in args[:2])
+                _add_experts(layer, tokens, chosen, add)
             finally:
                 inside.pop()
 
@@ -165,19 +164,14 @@ def _sums(model: Module, ids: jax.Array) -> dict[str, tuple[jax.Array, Any]]:
     return found
 
 
-def _add_experts(layer: SparseMLP, tokens: jax.Array, scored: jax.Array, add: Any) -> None:
-    """Adds the squared inputs of each expert's layers, for the tokens that are routed to it by ``scored``."""
-    chosen, shares = layer.choose(scored)
-    given = tokens
-    for number, expert in enumerate(layer.experts):
-        if layer.routing.on_inputs:
-            share = jnp.sum(jnp.where(chosen == number, shares, 0.0), axis=-1, keepdims=True)
-            tokens = given * share.astype(given.dtype)
+def _add_experts(experts: Experts, tokens: jax.Array, chosen: jax.Array, add: Any) -> None:
+    """Adds the squared inputs of each expert's layers, for the tokens ``[N, E]`` that chose it, by ``[N, k]``."""
+    for number, expert in enumerate(experts):
         wide = tokens.astype(jnp.float32)
         mask = jnp.any(chosen == number, axis=-1).astype(jnp.float32)  # [N]
         gate, up, down = expert.linears
         g, u = gate(tokens), up(tokens)
-        inner = between(expert.kind, g, u).astype(jnp.float32)
+        inner = between(expert.act, g, u).astype(jnp.float32)
         count = jnp.sum(mask)
         for one, x in ((gate, wide), (up, wide), (down, inner)):
             add(one, mask @ (x * x), count)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import UserInputError, closest, some
-from ...models.decoder.experts import SparseMLP
 from ...models.family import block_weights
 from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.types import MIXTURES, encodings, takes_blocks
 from ...models.gguf.tensors.write import gguf_shapes
 from ...nn.layer import Module
-from ...nn.moe.moe import MoEGate
+from ...nn.linear import Linear
+from ...nn.moe import Experts, MoEGate
 from ...storage.blocks import ENCODERS, KEPT, LAYOUTS
 
 Patterns = Mapping[str, str | None] | Iterable[tuple[str, str | None]]
@@ -73,8 +73,7 @@ def chosen_types(
 def _small_tables(model: Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
     """Weights that llama.cpp does not quantise: routers, embeddings of positions and token types."""
     modules = [module for _, module in model.named_modules()]
-    layers = [module.router_layer for module in modules if isinstance(module, SparseMLP)]
-    routers = {id(weight) for layer in layers for weight in layer.raw_state_dict().values()}
+    routers = {id(layer.weight) for module in modules for layer in _routers(module)}
     routers |= {id(module.gate_score.weight) for module in modules if isinstance(module, MoEGate)}
     found = {n for n, weight in model.raw_state_dict().items() if id(weight) in routers}
     config = getattr(model, "hf_config", None)
@@ -82,6 +81,16 @@ def _small_tables(model: Module, shapes: Mapping[str, Sequence[int]]) -> set[str
         names, _, _ = gguf_shapes(config, shapes)
         found |= {name for name, other in names.items() if not takes_blocks(other, shapes[name])}
     return found
+
+
+def _routers(module: Module) -> Iterator[Linear]:
+    """The linear layers with one output for each expert, beside the experts that a Module holds."""
+    children = module._mx_children.values()
+    counts = {len(child) for child in children if isinstance(child, Experts)}
+    for child in children if counts else ():
+        if not isinstance(child, Experts):
+            found = (layer for _, layer in child.named_modules() if isinstance(layer, Linear))
+            yield from (layer for layer in found if int(layer.weight.shape[0]) in counts)
 
 
 def _wanted(model: Module, shapes: Mapping[str, Sequence[int]], to: str | None) -> dict[str, Any]:

@@ -22,18 +22,13 @@ import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.placement.arrays import is_manual
-from ...graph.placement.specs import EXPERTS, mesh_of
-from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weight.weight import Weight
-from ...kernels import explicit
-from ...nn.layer import ExpertStack, Module
-from ...nn.linear import MLP, Linear, linear_rules, linears
-from ...nn.moe import Routing
-from ...nn.moe.algorithms import ExpertWeights, Kind, between, one_by_one
-from ...nn.moe.experts import ExpertSplit, mixture, mixture_on_mesh, split_of
-from ...nn.quantized import QuantizedLinear
+from ...nn.layer import Module
+from ...nn.linear import MLP, Linear
+from ...nn.moe import Experts, Routing, route
+from ...nn.moe.algorithms import Kind
 from ..config import setting
+from ..parts import replicate_over_mesh
 from .block import DecoderLayer
 from .config import DecoderConfig, kinds_of, own
 
@@ -147,54 +142,6 @@ def sparse_of(raw: Mapping[str, Any], default: tuple[bool, ...]) -> tuple[bool, 
     return kinds_of(raw, {"dense": False, "sparse": True}, default, "mlp_layer_types")
 
 
-class ExpertMLP(Module):
-    """One gated feed-forward network, whose linear layers have the checkpoint's names.
-
-    Args:
-        maps: names of the gate, up and down projections.
-        size, inner: E and F.
-        kind: what is computed between the projections: the name of an activation function, or a
-            hashable function of the results of gate and up.
-        dtype: dtype of the weights.
-        has_bias: whether each linear layer has a bias.
-    """
-
-    def __init__(
-        self, maps: tuple, size: int, inner: int, kind: Kind, dtype: DType, has_bias: bool = False
-    ):
-        super().__init__()
-        self.maps, self.kind = maps, kind
-        for name, (in_dim, out_dim) in zip(
-            maps, ((size, inner), (size, inner), (inner, size)), strict=True
-        ):
-            layer = Linear(in_dim, out_dim, dtype, DeviceRef.CPU(), has_bias=has_bias)
-            setattr(self, name, layer)
-
-    @property
-    def linears(self) -> list[Linear]:
-        """The gate, up and down projections."""
-        return [getattr(self, name) for name in self.maps]
-
-    def __call__(
-        self, x: Any, *, number: Any = None, chosen: Any = None, shares: Any = None
-    ) -> Any:
-        """``[..., E]`` → the same shape. In a scan over stacked experts: (tokens, total) → the same.
-
-        Args:
-            x: tokens; in a scan ``(tokens [N, E], total [N, E])``: the expert's weighted result is added to total.
-            number: index of the expert in a scan.
-            chosen, shares: in a scan, experts and shares of the tokens, ``[N, k]``.
-        """
-        if number is None:
-            gate, up, down = self.linears
-            return down(between(self.kind, *linears([gate, up], x)))
-        tokens, total = x
-        is_chosen = jnp.any(chosen == number)
-        # An expert that is not chosen is not even dequantised.
-        run = lambda x: one_by_one(x, chosen - number, shares, [self])
-        return tokens, total + jax.lax.cond(is_chosen, run, lambda x: jnp.zeros_like(total), tokens)
-
-
 class BalancedRouter(Linear):
     """A router with a bias ``e_score_correction_bias`` ``[X]`` that affects which experts are chosen, not their shares.
 
@@ -233,8 +180,7 @@ class SparseMLP(Module):
 
     Attributes:
         routing: how experts are chosen and weighed.
-        experts: ExpertStack of X :class:`ExpertMLP`, with one array for each projection. If a file holds
-            experts of one layer in different dtypes, it is a LayerList instead.
+        experts: the experts.
         router_name, shared_name: attribute names of the router, a Linear with weight ``[X, E]``, and of
             the MLP that every token goes through, if there is one.
         experts_have_biases: whether the linear layers of experts have biases.
@@ -262,16 +208,10 @@ class SparseMLP(Module):
         self.routing, kind = self.routes(config), self.kind(config)
         self.routing.check(config.num_experts)
         setattr(self, self.router_name, self.make_router(config, dtype))
-        first = ExpertMLP(
-            config.maps,
-            config.hidden_size,
-            config.expert_size,
-            kind,
-            dtype,
+        self.experts = Experts(
+            config.hidden_size, config.expert_size, config.num_experts, dtype, config.maps, kind,
             self.experts_have_biases,
-        )
-        self.maps, self.between = config.maps, kind
-        self.experts: Any = ExpertStack(first, config.num_experts)
+        )  # fmt: skip
         if (shared := self.make_shared(config, dtype)) is not None:
             setattr(self, self.shared_name, shared)
 
@@ -315,17 +255,8 @@ class SparseMLP(Module):
         return getattr(self, self.router_name)
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Distributes experts over the mesh axis ``expert``, and splits their inner features over ``model``.
-
-        If X does not divide evenly, inner features are split over both axes together.
-        """
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        rules = linear_rules(self.router_name, ShardingStrategy.replicate(1))
-        whole = () if self._stacked_experts is None else ("expert",)
-        for i in self.experts._mx_children:  # one stands for all experts where they are stacked
-            for name, strategy in zip(self.maps, (rows, rows, columns), strict=True):
-                rules |= linear_rules(f"experts.{i}.{name}", strategy, EXPERTS, whole)
-        return rules
+        """Replicates the router."""
+        return replicate_over_mesh(self.router_name)
 
     def __call__(self, x: jax.Array, scored: jax.Array | None = None) -> jax.Array:
         """``[..., E]`` → the same shape and dtype.
@@ -334,104 +265,28 @@ class SparseMLP(Module):
             x: inputs of the experts.
             scored: inputs of the router, ``[..., E]``; ``x`` by default.
         """
-        operands = (x,) if scored is None else (x, scored)
-        mesh = explicit.mesh_of(*operands, *jax.tree.leaves(self))
-        place = explicit.entries(x)
-        return explicit.automatic(lambda m, *a: m._mixed(*a), mesh, place)(self, *operands)
-
-    def _mixed(self, x: jax.Array, scored: jax.Array | None = None) -> jax.Array:
-        tokens = x.reshape(-1, x.shape[-1])  # [N, E]
-        chosen, shares = self.choose(tokens if scored is None else scored.reshape(tokens.shape))
-        k = self.routing.count
+        chosen, shares = self.choose(x if scored is None else scored)
         if self.routing.on_inputs:  # each choice is a token of its own
-            tokens = tokens[:, None] * shares[..., None].astype(tokens.dtype)
-            tokens, chosen = tokens.reshape(-1, x.shape[-1]), chosen.reshape(-1, 1)
-            shares = jnp.ones(chosen.shape, jnp.float32)
-        y = self._sum(tokens, chosen, shares)
-        if self.routing.on_inputs and k > 1:
-            y = jnp.sum(y.reshape(-1, k, y.shape[-1]), axis=1)
-        y = y.astype(x.dtype).reshape(x.shape)
+            tokens = x[..., None, :] * shares[..., None].astype(x.dtype)
+            y = self.experts(tokens, chosen[..., None], jnp.ones_like(shares)[..., None])
+            y = jnp.sum(y, axis=-2)
+        else:
+            y = self.experts(x, chosen, shares)
         shared = self.shared(x)
         return y if shared is None else y + shared.astype(x.dtype)
 
-    def _sum(self, tokens: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
-        """``Σ share · expert(token)``, ``[N, E]``."""
-        if self._is_quantised:
-            return self._one_by_one(tokens, chosen, shares)
-        mesh, split = self._split()
-        if mesh is None:
-            return mixture(tokens, chosen, shares, self._weights(), self.between)
-        if split is None:
-            return one_by_one(tokens, chosen, shares, list(self.experts))
-        weights = self._weights()
-        return mixture_on_mesh(tokens, chosen, shares, weights, self.between, mesh, split)
-
     def choose(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[N, E]`` → indices of the chosen experts and their shares in float32, ``[N, k]`` each.
+        """``[..., E]`` → indices of the chosen experts and their shares in float32, ``[..., k]`` each.
 
         The highest score comes first; of equal scores, the lower index.
         """
         tokens = tokens.astype(jnp.float32) if self.routing.wide else tokens
-        scores = self.router_layer(tokens).astype(jnp.float32)  # [N, X]
-        return self.routing(scores, self.correction())
-
-    @property
-    def _is_quantised(self) -> bool:
-        """Whether weights of experts are stored as several tensors."""
-        each = self.experts._mx_children.values()  # one stands for all where they are stacked
-        return any(type(m) is QuantizedLinear for expert in each for m in expert.linears)
-
-    def _one_by_one(self, tokens: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
-        """Runs one expert after another; in a stack, experts that no token chose are skipped."""
-        if self._stacked_experts is None:
-            return one_by_one(tokens, chosen, shares, self.experts)
-        carry = (tokens, jnp.zeros(tokens.shape, jnp.float32))
-        carry = self.experts.scan(carry, index="number", chosen=chosen, shares=shares)
-        return carry[1]
-
-    @property
-    def _stacked_experts(self) -> ExpertStack | None:
-        experts = self.experts
-        return experts if isinstance(experts, ExpertStack) and experts.is_stacked else None
-
-    @property
-    def _stacks(self) -> list[Any] | None:
-        """The stored stacks of gate, up and down projections; None if the experts are not stacked."""
-        if (experts := self._stacked_experts) is None:
-            return None
-        return [experts.holder(f"{name}.weight").stored for name in self.maps]
-
-    def _weights(self) -> Any:
-        if (stacks := self._stacks) is not None:
-            biases = []
-            if self.experts_have_biases and (experts := self._stacked_experts) is not None:
-                biases = [experts.holder(f"{name}.bias").stored for name in self.maps]
-            return _operands(stacks, biases)
-        biased = [(e.linears if self.experts_have_biases else []) for e in self.experts]
-        return [
-            _operands([m.weight.stored for m in e.linears], [m.bias.stored for m in bias])
-            for e, bias in zip(self.experts, biased, strict=True)
-        ]
-
-    def _split(self) -> tuple[Any, ExpertSplit | None]:
-        """The experts' mesh (or None), and how experts are split over it.
-
-        The second is None if experts are split in different ways, or are quantised and not stacked.
-        """
-        stacks = self._stacks
-        weights = (
-            [[m.weight for m in e.linears] for e in self.experts] if stacks is None else [stacks]
-        )
-        mesh = mesh_of([w.sharding for expert in weights for w in expert])
-        if mesh is None or any(map(is_manual, mesh.axis_names)):
-            return None, None
-        packed = stacks is None and any(w.stored.encoding is not None for e in weights for w in e)
-        return mesh, None if packed else split_of(weights, mesh)
-
-
-def _operands(weights: list[Any], biases: list[Any]) -> ExpertWeights:
-    given = tuple(bias.operand() for bias in biases)
-    return ExpertWeights(*(w.operand() for w in weights), given or None)  # type: ignore[arg-type]
+        r = self.routing
+        return route(
+            self.router_layer(tokens), r.count, r.shares, normalised=r.normalised, least=r.least,
+            more=r.more, factor=r.factor, groups=r.groups, top_groups=r.chosen_groups,
+            best_of_group=r.best_of_group, bias=self.correction(),
+        )  # fmt: skip
 
 
 class GroupedMLP(SparseMLP):

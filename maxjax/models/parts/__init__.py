@@ -25,6 +25,7 @@ from .config import layers as layers
 from .config import size as size
 from .config import with_defaults as with_defaults
 from .language_model import LanguageModel as LanguageModel
+from .layer_loop import replicate_over_mesh as replicate_over_mesh
 from .layer_loop import run_layers as run_layers
 from .layer_loop import split_features_over_mesh as split_features_over_mesh
 from .layer_loop import split_heads_over_mesh as split_heads_over_mesh

@@ -92,6 +92,14 @@ def split_features_over_mesh(outputs: Sequence[str], inputs: Sequence[str]) -> d
     return rules
 
 
+def replicate_over_mesh(*names: str) -> dict[str, Any]:
+    """Return sharding rules by which every device holds these linear layers completely, such as a small router."""
+    rules: dict[str, Any] = {}
+    for name in names:
+        rules |= linear_rules(name, ShardingStrategy.replicate(1))
+    return rules
+
+
 def kind_of(layer: Module) -> Hashable:
     """Return the structure, settings, shapes and dtypes of a layer; layers with equal ones can be stacked."""
     leaves, structure = jax.tree.flatten(layer)

@@ -133,10 +133,10 @@ class Quantization:
                 layouts[name] = self.layout_for(name)(out_dim, in_dim, own)
         used = {f"{name}.{one.name}" for name, layout in layouts.items() for one in layout.tensors}
         # Where experts are equal, the first one stands for all.
-        stacks = [one for one in stacks if _are_equal(layouts, one[0], getattr(*one[1:]))]
+        stacks = {n: experts for n, experts in stacks.items() if _are_equal(layouts, n, experts)}
         left_out = {
             layer
-            for name, _, _ in stacks
+            for name in stacks
             for layer in layouts
             if layer.startswith(f"{name}.") and not layer.startswith(f"{name}.0.")
         }
@@ -149,25 +149,23 @@ class Quantization:
             has_bias = module.bias is not None or "bias" in layers[name]
             new = QuantizedLinear(layout, module.weight.device, has_bias=has_bias, dtype=dtype)
             setattr(modules[parent], attribute, new)
-        for _, holder, attribute in stacks:
-            experts = getattr(holder, attribute)
-            setattr(holder, attribute, ExpertStack(experts[0], len(experts)))
+        for experts in stacks.values():
+            experts.restack()
         if not used and self.method not in BLOCKS:
             raise self.settings.refused("no quantised linear layer in this model")
         return used
 
 
-def _unstacked(model: Module) -> list[tuple[str, Module, str]]:
-    """Unstacks all experts; returns (full name, parent Module, attribute) of each unstacked list."""
-    places = [
-        (prefix + name, module, name)
+def _unstacked(model: Module) -> dict[str, ExpertStack]:
+    """Unstack all experts, and return them by full name."""
+    found = {
+        prefix.removesuffix("."): module
         for prefix, module in model.named_modules()
-        for name, child in module._mx_children.items()
-        if isinstance(child, ExpertStack)
-    ]
-    for _, module, name in places:
-        setattr(module, name, getattr(module, name).unstack())
-    return places
+        if isinstance(module, ExpertStack)
+    }
+    for experts in found.values():
+        experts.unstack()
+    return found
 
 
 def _are_equal(layouts: Mapping[str, QuantLayout], name: str, experts: Any) -> bool:

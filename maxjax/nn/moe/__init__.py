@@ -2,11 +2,14 @@
 
 from ...absent import absent as _absent
 from ..activation import GatedActivation as GatedActivation
+from .expert_list import Experts as Experts
 from .expert_parallel import forward_moe_sharded_layers as forward_moe_sharded_layers
 from .gate import MoEGate as MoEGate
 from .moe import MoE as MoE
 from .routing import SHARES as SHARES
 from .routing import Routing as Routing
+from .routing import check_experts as check_experts
+from .routing import route as route
 from .sigmoid_router import SigmoidTopKRouter as SigmoidTopKRouter
 from .stacked_moe import GateUpFormat as GateUpFormat
 from .stacked_moe import StackedMoE as StackedMoE

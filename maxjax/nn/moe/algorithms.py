@@ -89,7 +89,7 @@ class ExpertWeights(NamedTuple):
 
 
 # The weights of all experts: stacked, or separate.
-Experts = ExpertWeights | Sequence[ExpertWeights]
+AllExperts = ExpertWeights | Sequence[ExpertWeights]
 
 
 def _at(w: Any, index: Any, taken: bool) -> Any:
@@ -99,12 +99,12 @@ def _at(w: Any, index: Any, taken: bool) -> Any:
     return slice_of(w, index)
 
 
-def count_of(experts: Experts) -> int:
+def count_of(experts: AllExperts) -> int:
     """The number X of experts."""
     return experts.gate.shape[0] if isinstance(experts, ExpertWeights) else len(experts)
 
 
-def stacked(experts: Experts) -> ExpertWeights:
+def stacked(experts: AllExperts) -> ExpertWeights:
     """The experts as one stacked :class:`ExpertWeights`; separate experts are copied into arrays.
 
     Separate experts that are quantised are dequantised.
@@ -120,7 +120,7 @@ def stacked(experts: Experts) -> ExpertWeights:
     )
 
 
-def down_bias(experts: Experts) -> jax.Array | None:
+def down_bias(experts: AllExperts) -> jax.Array | None:
     """The biases of the down projections, ``[X, E]``; None if there are none."""
     if isinstance(experts, ExpertWeights):
         return None if experts.biases is None else jnp.asarray(experts.biases[2])
@@ -309,7 +309,7 @@ def _weighed(y: jax.Array, chosen: jax.Array, shares: jax.Array, many: int) -> j
 
 
 def in_blocks(
-    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts,
+    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: AllExperts,
     *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False, taken: bool = True,
 ) -> jax.Array:  # fmt: skip
     """Runs blocks of rows that have the same expert, whose weights are read in place: ``[N, E]`` → ``[N, E]``.
@@ -358,7 +358,7 @@ def block_rows(rows: int, experts: int, least: int, most: int) -> int:
 
 
 def _apply(
-    kind: Kind, owner: jax.Array, rows: jax.Array, experts: Experts, taken: bool = True
+    kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExperts, taken: bool = True
 ) -> jax.Array:
     """Runs each block of ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
     many = count_of(experts)
@@ -380,7 +380,7 @@ def _apply(
     return jax.lax.map(lambda block: jax.lax.switch(block[0], branches, block[1]), (owner, rows))
 
 
-def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: Experts) -> jax.Array:
+def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExperts) -> jax.Array:
     found, many = stacked(experts), count_of(experts)
 
     def product(x: jax.Array, w: Any) -> jax.Array:
@@ -411,7 +411,7 @@ def one_by_one(
 
 
 def all_experts(
-    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts
+    kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: AllExperts
 ) -> jax.Array:
     """:func:`one_by_one` for experts that are given as weights."""
     if not isinstance(experts, ExpertWeights):

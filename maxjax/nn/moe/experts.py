@@ -34,7 +34,7 @@ from ...graph.placement.specs import axis_of, batch_axes, split_over
 from ...kernels import QuantArray, StackSlice
 from .algorithms import (
     GPU_ROWS,
-    Experts,
+    AllExperts,
     ExpertWeights,
     Kind,
     all_at_once,
@@ -72,7 +72,7 @@ def mixture(
     x: jax.Array,
     chosen: jax.Array,
     shares: jax.Array,
-    experts: Experts,
+    experts: AllExperts,
     kind: Kind,
     *,
     some: bool = False,
@@ -108,7 +108,7 @@ def mixture(
 
 
 def _sum(
-    options: _Options, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts
+    options: _Options, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: AllExperts
 ) -> jax.Array:
     """:func:`mixture` without the biases of the down projections."""
     # The size of a block depends on the number of tokens, which must not be symbolic.
@@ -137,7 +137,7 @@ def _differentiable(options: _Options, *operands: Any) -> jax.Array:
     )
 
 
-def _dense(experts: Experts) -> ExpertWeights:
+def _dense(experts: AllExperts) -> ExpertWeights:
     """The experts stacked in arrays, dequantised."""
     return stacked(experts).each(jnp.asarray)
 
@@ -192,7 +192,7 @@ def _is_few(chosen: jax.Array, experts: ExpertWeights) -> bool:
     return chosen.size <= count_of(experts)
 
 
-def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: Experts) -> jax.Array:
+def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts) -> jax.Array:
     found, kind = stacked(experts), options.kind
     if _is_few(chosen, found):
         return few_choices(kind, x, chosen, shares, found, by_rows=True, some=options.some)
@@ -202,7 +202,9 @@ def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: Expert
     )
 
 
-def _elsewhere(options: _Options, x: Any, chosen: Any, shares: Any, experts: Experts) -> jax.Array:
+def _elsewhere(
+    options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts
+) -> jax.Array:
     found, kind = stacked(experts), options.kind
     if _is_few(chosen, found):
         return few_choices(kind, x, chosen, shares, found, by_rows=False, some=options.some)
@@ -229,7 +231,7 @@ class ExpertSplit(NamedTuple):
 
 
 def mixture_on_mesh(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: Experts, kind: Kind, mesh: Any,
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: AllExperts, kind: Kind, mesh: Any,
     split: ExpertSplit,
 ) -> jax.Array:  # fmt: skip
     """:func:`mixture` for experts that are split over a mesh.

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ...kernels import explicit
+
 # "softmax of near" counts scores whose distance from a score is at most this share of the larger magnitude.
 _NEAR = 0.02
 
@@ -161,3 +163,69 @@ class Routing:
 def _along(bias: jax.Array, scores: jax.Array) -> jax.Array:
     bias = jnp.asarray(bias).astype(scores.dtype)
     return bias.reshape((1,) * (scores.ndim - 1) + (-1,))
+
+
+def route(
+    scores: jax.Array,
+    top_k: int,
+    shares: str = "softmax",
+    *,
+    normalised: bool = False,
+    bias: jax.Array | None = None,
+    factor: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    best_of_group: int = 2,
+    least: float = 1e-20,
+    more: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Choose the ``top_k`` experts of each token with the highest scores, and compute their shares.
+
+    Args:
+        scores: results of the router, ``[..., X]``.
+        top_k: number k of experts of each token.
+        shares: how the shares of the chosen experts follow from the scores, as a key of ``SHARES``: "softmax"
+            over all experts, "softmax of chosen", "sigmoid", or the others there.
+        normalised: whether the shares of a token are divided by their sum.
+        bias: numbers ``[X]`` that are added to the softmax or sigmoid for the choice only, not for the shares;
+            they balance how often experts are chosen (DeepSeek-V3, arXiv:2412.19437).
+        factor: factor of all shares, applied last.
+        groups, top_groups: number of equal groups of consecutive experts, and number of groups from which a
+            token chooses its experts.
+        best_of_group: number of a group's highest scores whose sum is the score of the group.
+        least, more: lower bound of the sum of shares that ``normalised`` divides by, and number added to it.
+
+    Returns:
+        Indices of the chosen experts, best first, and their shares in float32, ``[..., k]`` each.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> chosen, shares = route(jnp.array([[0.0, 1.0, 2.0, -1.0]]), 2, "softmax of chosen")
+        >>> chosen.tolist(), [f"{share:.3f}" for share in shares[0]]
+        ([[2, 1]], ['0.731', '0.269'])
+    """
+    routing = Routing(
+        top_k, shares, normalised=normalised, least=least, more=more, factor=factor, groups=groups,
+        chosen_groups=top_groups, best_of_group=best_of_group,
+    )  # fmt: skip
+    mesh, place = explicit.mesh_of(scores), explicit.entries(scores)
+    run = explicit.automatic(routing, mesh, [[*place[:-1], ()]] * 2)
+    chosen, found = run(scores.astype(jnp.float32), None if bias is None else jnp.asarray(bias))
+    return chosen, found
+
+
+def check_experts(
+    count: int, top_k: int, groups: int = 1, top_groups: int = 1, best_of_group: int = 2
+) -> None:
+    """Raise ValueError unless :func:`route` can choose ``top_k`` of ``count`` experts with these arguments.
+
+    Example:
+        >>> check_experts(8, 2, groups=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: 8 experts do not form 3 equal groups
+    """
+    routing = Routing(top_k, groups=groups, chosen_groups=top_groups, best_of_group=best_of_group)
+    routing.check(count)

@@ -40,6 +40,10 @@ class ExpertStack(LayerStack):
     def __init__(self, expert: Module, count: int):
         Module.__init__(self)
         Module.__setattr__(self, "_list_class", LayerList)
+        self._stack_equal(expert, count)
+
+    def _stack_equal(self, expert: Module, count: int) -> None:
+        """Hold ``count`` stacked experts that are equal to the given first one."""
         layout = StackPattern(count, 0, 1, count)
         held = expert._mx_definition()[1]
         stacks = [StackedWeight(weight, layout.span(0)) for weight in held]
@@ -52,6 +56,15 @@ class ExpertStack(LayerStack):
     def is_stacked(self) -> bool:
         """Whether the weights are stacked; after ``unstack`` each expert has its own weights."""
         return self._layout.slots > 0
+
+    def unstack(self) -> Any:
+        """Give each expert its own weights, whose values do not change; returns this object."""
+        super().unstack()
+        return self
+
+    def restack(self) -> None:
+        """Stack experts that were unstacked, and of which only the first was changed since; they have no values."""
+        self._stack_equal(self[0], len(self))
 
     def holder(self, name: str) -> Any:
         """The StackedWeight with the values of all experts' weights of a name.

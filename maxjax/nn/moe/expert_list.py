@@ -1,0 +1,185 @@
+"""``Experts``: the feed-forward networks of a mixture of experts, of which each token goes through a few.
+
+Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
+
+Sources: Mixtral (arXiv:2401.04088), GShard (arXiv:2006.16668); transformers' ``MixtralSparseMoeBlock``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...dtype import DType
+from ...graph.placement.arrays import is_manual
+from ...graph.placement.specs import EXPERTS, mesh_of
+from ...graph.placement.strategy import ShardingStrategy
+from ...kernels import explicit
+from ..layer import ExpertStack, Module
+from ..linear import Linear, linear_rules, linears
+from ..quantized import QuantizedLinear
+from .algorithms import ExpertWeights, Kind, between, one_by_one
+from .experts import ExpertSplit, mixture, mixture_on_mesh, split_of
+
+
+class ExpertMLP(Module):
+    """One expert, a gated feed-forward network: ``down(act(gate(x)) · up(x))``.
+
+    Args:
+        size, inner: E and F.
+        dtype: dtype of the weights.
+        names: attribute names of the gate, up and down projections.
+        act: name of an activation function, or a hashable function of the results of gate and up.
+        has_bias: whether each linear layer has a bias.
+    """
+
+    def __init__(
+        self, size: int, inner: int, dtype: DType, names: tuple[str, str, str], act: Kind,
+        has_bias: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        self.names, self.act = names, act
+        gate, up, down = names
+        setattr(self, gate, Linear(size, inner, dtype, has_bias=has_bias))
+        setattr(self, up, Linear(size, inner, dtype, has_bias=has_bias))
+        setattr(self, down, Linear(inner, size, dtype, has_bias=has_bias))
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The gate, up and down projections."""
+        return [getattr(self, name) for name in self.names]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., E]`` → the same shape."""
+        gate, up, down = self.linears
+        return down(between(self.act, *linears([gate, up], x)))
+
+
+class Experts(ExpertStack):
+    """The experts of a mixture: ``Σ share · expert(x)`` over the experts that are chosen for a token.
+
+    The weights of all experts are one array for each projection, and names in state dicts are those of a list of
+    experts. If a file holds experts of one layer in different dtypes, each expert has its own arrays.
+    On a mesh, experts are distributed over the axis ``expert`` and their inner features split over ``model``;
+    if X does not divide evenly, inner features are split over both axes together.
+
+    Args:
+        size, inner: E and F.
+        count: X.
+        dtype: dtype of the weights.
+        names: the checkpoint's names of an expert's gate, up and down projections.
+        act: name of an activation function, or a hashable function of the results of gate and up.
+        has_bias: whether the linear layers have biases.
+
+    Example:
+        >>> experts = Experts(8, 16, 4, DType.float32, ("w1", "w3", "w2"))
+        >>> [leaf.shape for leaf in jax.tree.leaves(experts)], list(experts.raw_state_dict())[0]
+        ([(4, 16, 8), (4, 16, 8), (4, 8, 16)], '0.w1.weight')
+        >>> _ = experts.load_state_dict({n: jnp.ones(w.shape) for n, w in experts.raw_state_dict().items()})
+        >>> experts(jnp.ones((3, 8)), jnp.zeros((3, 1), int), jnp.ones((3, 1))).shape
+        (3, 8)
+    """
+
+    def __init__(
+        self, size: int, inner: int, count: int, dtype: DType,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        act: Kind = "silu", has_bias: bool = False,
+    ):  # fmt: skip
+        super().__init__(ExpertMLP(size, inner, dtype, names, act, has_bias), count)
+        self.names, self.act, self.has_bias = names, act, has_bias
+
+    def __call__(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
+        """Compute ``Σ share · expert(x)``; no token is dropped, and no token depends on another.
+
+        Args:
+            x: tokens ``[..., E]``.
+            chosen, shares: indices of the chosen experts, and the factors of their results, ``[..., k]`` each.
+
+        Returns:
+            ``[..., E]`` in the dtype of ``x``.
+        """
+        operands = x, chosen, shares
+        mesh = explicit.mesh_of(*operands, *jax.tree.leaves(self))
+        run = explicit.automatic(
+            lambda experts, *a: experts._mixture(*a), mesh, explicit.entries(x)
+        )
+        return run(self, *operands)
+
+    def _mixture(self, x: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
+        tokens, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, chosen, shares))
+        return self._sum(tokens, chosen, shares).astype(x.dtype).reshape(x.shape)
+
+    def _sum(self, tokens: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
+        """``[N, E]`` → ``Σ share · expert(token)``, ``[N, E]`` in float32."""
+        if self._is_quantised:
+            if not self.is_stacked:
+                return one_by_one(tokens, chosen, shares, self.layers)
+            carry = tokens, jnp.zeros(tokens.shape, jnp.float32)
+            return self.scan(carry, index="number", call=_add, chosen=chosen, shares=shares)[1]
+        mesh, split = self._split()
+        if mesh is None:
+            return mixture(tokens, chosen, shares, self._weights(), self.act)
+        if split is None:
+            return one_by_one(tokens, chosen, shares, self.layers)
+        return mixture_on_mesh(tokens, chosen, shares, self._weights(), self.act, mesh, split)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Distributes experts over the mesh axis ``expert``, and splits their inner features over ``model``."""
+        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+        rules: dict[str, Any] = {}
+        whole = ("expert",) if self.is_stacked else ()
+        for i in self._mx_children:  # one stands for all experts where they are stacked
+            for name, strategy in zip(self.names, (rows, rows, columns), strict=True):
+                rules |= linear_rules(f"{i}.{name}", strategy, EXPERTS, whole)
+        return rules
+
+    @property
+    def _is_quantised(self) -> bool:
+        """Whether weights of experts are stored as several tensors."""
+        each: Any = self._mx_children.values()  # one stands for all where they are stacked
+        return any(type(m) is QuantizedLinear for expert in each for m in expert.linears)
+
+    def _stacks(self, what: str) -> list[Any]:
+        """The stored stacks of the gate, up and down projections' weights or biases."""
+        return [self.holder(f"{name}.{what}").stored for name in self.names]
+
+    def _weights(self) -> Any:
+        if self.is_stacked:
+            return _operands(self._stacks("weight"), self._stacks("bias") if self.has_bias else [])
+        return [
+            _operands(
+                [m.weight.stored for m in expert.linears],
+                [m.bias.stored for m in expert.linears] if self.has_bias else [],
+            )
+            for expert in self.layers
+        ]
+
+    def _split(self) -> tuple[Any, ExpertSplit | None]:
+        """The experts' mesh (or None), and how experts are split over it.
+
+        The second is None if experts are split in different ways, or are quantised and not stacked.
+        """
+        if self.is_stacked:
+            weights, packed = [self._stacks("weight")], False
+        else:
+            weights = [[m.weight for m in expert.linears] for expert in self.layers]
+            packed = any(w.stored.encoding is not None for each in weights for w in each)
+        mesh = mesh_of([w.sharding for each in weights for w in each])
+        if mesh is None or any(map(is_manual, mesh.axis_names)):
+            return None, None
+        return mesh, None if packed else split_of(weights, mesh)
+
+
+def _add(expert: Any, carry: Any, *, number: Any, chosen: jax.Array, shares: jax.Array) -> Any:
+    """Add an expert's part to the sum of a scan; an expert that no token chose is not even dequantised."""
+    tokens, total = carry
+    run = lambda x: one_by_one(x, chosen - number, shares, [expert])
+    part = jax.lax.cond(jnp.any(chosen == number), run, lambda x: jnp.zeros_like(total), tokens)
+    return tokens, total + part
+
+
+def _operands(weights: list[Any], biases: list[Any]) -> ExpertWeights:
+    given = tuple(bias.operand() for bias in biases)
+    return ExpertWeights(*(w.operand() for w in weights), given or None)  # type: ignore[arg-type]
