@@ -10,6 +10,7 @@ Source: transformers' ``modeling_gemma4``.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
+from ..errors import CheckpointFormatError, UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
@@ -26,10 +28,160 @@ from ..nn.linear import Linear, linears
 from .config import setting
 from .decoder.attention import Cached, DecoderAttention, Step
 from .decoder.block import DecoderLayer
-from .decoder.config import own
+from .decoder.config import DecoderConfig, all_but_every, own, slides_of
 from .decoder.model import BARE, Decoder, DecoderModel
 from .decoder.norm import norm, unit_rms
-from .gemma import Gemma3Config
+from .parts.rotary import Rope, both_ropes
+
+_GELU = "gelu_pytorch_tanh"
+# transformers' defaults for Gemma 3's base frequencies.
+_THETA, _LOCAL_THETA = 1e6, 1e4
+
+
+@dataclass(frozen=True)
+class _GemmaConfig(DecoderConfig):
+    """The settings of a Gemma, with Hugging Face's defaults for missing keys.
+
+    ``embedding_scale`` is always computed from ``hidden_size``; a value that is passed is ignored.
+
+    Raises:
+        UnsupportedModelError: a file sets bidirectional attention, which only Gemma 3 has.
+    """
+
+    fixed = {"mlp_bias": False, "sliding_window": None}
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
+    may_see_both_ways: ClassVar[bool] = False
+
+    head_dim: int | None = setting(default=256, minimum=1, held="axis")
+    max_position_embeddings: int = setting(default=8192, minimum=1)
+    hidden_act: str = setting(default=_GELU)
+    tie_word_embeddings: bool = setting(default=True)
+    norm_offset: float = own(1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "embedding_scale", self.hidden_size**0.5)
+        super().__post_init__()
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The activation function; files with bidirectional attention may be refused."""
+        if raw.get("use_bidirectional_attention") and not cls.may_see_both_ways:
+            raise UnsupportedModelError(
+                "'use_bidirectional_attention': only causal attention is supported"
+            )
+        # The first releases say "gelu" and mean its tanh approximation.
+        act = _GELU if raw.get("hidden_act") == "gelu" else raw.get("hidden_act")
+        return {"hidden_act": act}
+
+
+@dataclass(frozen=True)
+class _Gemma2Config(_GemmaConfig):
+    """The settings of a Gemma 2: every other layer has the sliding window, starting with the first.
+
+    Attributes:
+        query_pre_attn_scalar: number by whose square root queries are divided; ``query_scale`` is
+            computed from it.
+
+    Raises:
+        ValueError: layers have a sliding window, and ``sliding_window`` is None.
+    """
+
+    fixed = {"mlp_bias": False}
+
+    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
+    # Fields that null in a file sets to None; without the key they keep their defaults.
+    taken_away: ClassVar[Mapping[str, str]] = {
+        "attn_logit_softcapping": "attn_soft_cap",
+        "final_logit_softcapping": "logit_soft_cap",
+        "sliding_window": "sliding_window",
+    }
+
+    hidden_act: str = setting("hidden_activation", default=_GELU)
+    sliding_window: int | None = setting(default=4096, minimum=1)
+    attn_soft_cap: float | None = setting("attn_logit_softcapping", default=50.0, minimum=1e-3)
+    logit_soft_cap: float | None = setting("final_logit_softcapping", default=30.0, minimum=1e-3)
+    query_pre_attn_scalar: float = setting(default=256.0, minimum=1e-3)
+    post_norms: bool = own(True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "query_scale", self.query_pre_attn_scalar**-0.5)
+        if not self.slides:
+            object.__setattr__(self, "slides", all_but_every(self.period, self.num_hidden_layers))
+        if not any(self.slides):  # A window that no layer uses is dropped.
+            object.__setattr__(self, "sliding_window", None)
+        super().__post_init__()
+
+    @property
+    def period(self) -> int:
+        """n, where every n-th layer has full attention, unless ``layer_types`` lists the layers."""
+        return 2
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Self:
+        """:meth:`DecoderConfig.from_dict`, in which null means no soft cap and no window."""
+        found = super().from_dict(raw, path=path)
+        taken = [field for key, field in cls.taken_away.items() if raw.get(key, 0) is None]
+        try:
+            return dataclasses.replace(found, **dict.fromkeys(taken))
+        except ValueError as error:
+            raise CheckpointFormatError(str(error), path=path) from None
+
+    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The scale of queries as an integer, which transformers requires if it is one."""
+        scale = raw.get("query_pre_attn_scalar")
+        return raw if scale is None else {**raw, "query_pre_attn_scalar": int(scale)}
+
+    @classmethod
+    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers with a sliding window, if the file lists them."""
+        super().derived(raw)  # it refuses some files
+        return {"slides": slides_of(raw, ())}
+
+
+@dataclass(frozen=True)
+class _Gemma3Config(_Gemma2Config):
+    """The settings of a Gemma 3's text model: all but every sixth layer have the sliding window.
+
+    Attributes:
+        sliding_window_pattern: n, where every n-th layer has full attention, unless ``layer_types``
+            lists the layers.
+        local_rope: RoPE of the layers with the sliding window.
+        use_bidirectional_attention: whether tokens also attend to those after them, as in
+            EmbeddingGemma (arXiv:2509.20354); half of the sliding window is then on each side.
+    """
+
+    # Published multimodal files leave out many settings of the text model.
+    unsaid: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    }  # fmt: skip
+
+    may_see_both_ways: ClassVar[bool] = True
+
+    max_position_embeddings: int = setting(default=131_072, minimum=1)
+    sliding_window_pattern: int = setting(default=6, minimum=1, maximum=1000)
+    use_bidirectional_attention: bool = setting(default=False)
+    # transformers reads this key too, but never uses it.
+    unused: ClassVar[Collection[str]] = ("attn_logit_softcapping",)
+    attn_soft_cap: float | None = own(None)
+    logit_soft_cap: float | None = setting("final_logit_softcapping", default=None, minimum=1e-3)
+    qk_norm: bool = own(True)
+    rope: Rope = own(Rope(_THETA))
+    local_rope: Rope | None = own(Rope(_LOCAL_THETA))
+
+    @property
+    def period(self) -> int:
+        """``sliding_window_pattern``."""
+        return self.sliding_window_pattern
+
+    @classmethod
+    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
+        """The RoPE of layers with full attention and that of sliding layers, in both spellings."""
+        return both_ropes(raw, context, _THETA, _LOCAL_THETA, "rope_local_base_freq")
+
 
 # The cache group of the sliding layer whose keys and values other layers read.
 SHARED = "shared"
@@ -41,7 +193,7 @@ BARE_OF_LAYERS = (BARE[0], (
 
 
 @dataclass(frozen=True)
-class SharingConfig(Gemma3Config):
+class SharingConfig(_Gemma3Config):
     """The settings of a Gemma with embeddings of each layer and shared keys and values.
 
     Attributes:
@@ -52,7 +204,7 @@ class SharingConfig(Gemma3Config):
     """
 
     # transformers scales no queries here, whatever published files say.
-    unused: ClassVar[Collection[str]] = (*Gemma3Config.unused, "query_pre_attn_scalar")
+    unused: ClassVar[Collection[str]] = (*_Gemma3Config.unused, "query_pre_attn_scalar")
     num_kv_shared_layers: int = setting(default=0, held="layers")
     hidden_size_per_layer_input: int = setting(default=256, held="axis")
     vocab_size_per_layer_input: int = setting(default=262_144, minimum=1, held="axis")

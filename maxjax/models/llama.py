@@ -224,7 +224,7 @@ class MistralConfig(LlamaConfig):
     max_position_embeddings: int = 131_072
     attention_bias: bool = constant(False)
     mlp_bias: bool = constant(False)
-    sliding_window: int | None = size(default=None)
+    sliding_window: int | None = config_field(None, minimum=1)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
@@ -277,7 +277,7 @@ class Qwen2Config(LlamaConfig):
     attention_bias: bool = constant(True)
     attention_out_bias: bool | None = constant(False)
     mlp_bias: bool = constant(False)
-    sliding_window: int | None = size(default=None)
+    sliding_window: int | None = config_field(None, minimum=1)
     layer_types: tuple[str, ...] = config_field((), choices=(FULL, SLIDING))
 
     @classmethod

@@ -128,6 +128,11 @@ def check(checkpoints, name, values):
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("family", [one for one in FAMILIES if hasattr(one.config, "window")])
+def test_a_sliding_window_may_be_longer_than_every_axis(family):
+    check_bounds(family.config, {"sliding_window": 10**6}, {"model.layers.0.q.weight": (32, 8)})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_hostile_numbers(checkpoints, name):

@@ -36,6 +36,11 @@ SAMPLE = [
 ]  # fmt: skip
 
 
+def slides(config):
+    """Whether each layer has a sliding window."""
+    return tuple(config.window(layer) is not None for layer in range(config.num_hidden_layers))
+
+
 def small(kind, **settings):
     return {**SETTINGS[kind], **settings}
 
@@ -83,7 +88,7 @@ def test_sizes_that_do_not_follow_from_each_other(tmp_path, kind):
     ids = ids_of(2, LENGTH)
     mine = ours(tmp_path)
     same(call(mine, ids), logits_of(model, ids))
-    assert mine.config.slides == (False, True)
+    assert slides(mine.config) == (False, True)
 
 
 @pytest.mark.slow
@@ -108,7 +113,7 @@ def test_gemma_3_has_no_cap_of_scores_whatever_its_file_says(tmp_path):
     model = oracle("Gemma3", tmp_path, **settings)
     mine, ids = ours(tmp_path), ids_of(2, LENGTH)
     same(call(mine, ids), logits_of(model, ids))
-    assert mine.config.attn_soft_cap is None
+    assert not hasattr(mine.config, "attn_logit_softcapping")
 
 
 def narrowed(model, directory, ids):
@@ -183,17 +188,17 @@ def test_five_layers_of_six_are_one_pattern(tmp_path):
 
 def test_windows_by_a_pattern_and_by_a_list():
     sixth = (True,) * 5 + (False, True)
-    assert Gemma3Config.from_dict(RAW).slides == sixth
+    assert slides(Gemma3Config.from_dict(RAW)) == sixth
     by_three = {**RAW, "sliding_window_pattern": 3}
-    assert Gemma3Config.from_dict(by_three).slides == (True, True, False) * 2 + (True,)
+    assert slides(Gemma3Config.from_dict(by_three)) == (True, True, False) * 2 + (True,)
     listed = ["full_attention"] * 6 + ["sliding_attention"]
     listed = Gemma3Config.from_dict({**by_three, "layer_types": listed})
-    assert listed.slides == (False,) * 6 + (True,)
-    assert Gemma2Config.from_dict(RAW).slides == (True, False) * 3 + (True,)
+    assert slides(listed) == (False,) * 6 + (True,)
+    assert slides(Gemma2Config.from_dict(RAW)) == (True, False) * 3 + (True,)
     nowhere = {**RAW, "layer_types": ["full_attention"] * 7}
     for window in (None, 5):
         found = Gemma3Config.from_dict({**nowhere, "sliding_window": window})
-        assert found.sliding_window is None and not any(found.slides)
+        assert found.sliding_window is None and not any(slides(found))
 
 
 def test_both_spellings_of_rope():
@@ -201,7 +206,7 @@ def test_both_spellings_of_rope():
     old |= {"rope_theta": 500, "rope_local_base_freq": 30.0}
     found = Gemma3Config.from_dict({**RAW, **old})
     assert found == Gemma3Config.from_dict({**RAW, "rope_parameters": STRETCHED})
-    assert found.rope.scaling.factor == 8.0 and found.local_rope.theta == 30.0
+    assert found.rope_parameters.scaling.factor == 8.0 and found.local_rope_parameters.theta == 30.0
 
 
 @pytest.mark.parametrize(
@@ -222,7 +227,9 @@ def test_both_spellings_of_rope():
 def test_ropes_are_read_as_transformers_reads_them(settings):
     other = settings_of("Gemma3TextConfig", {**RAW, **settings}).rope_parameters
     found = Gemma3Config.from_dict({**RAW, **settings})
-    for rope, kind in ((found.rope, "full_attention"), (found.local_rope, "sliding_attention")):
+    for rope, kind in (
+        (found.rope_parameters, "full_attention"), (found.local_rope_parameters, "sliding_attention")
+    ):  # fmt: skip
         assert rope.theta == other[kind]["rope_theta"]
         assert getattr(rope.scaling, "factor", None) == other[kind].get("factor")
 
@@ -309,19 +316,20 @@ def test_defaults_are_those_of_transformers(kind):
     mine = {"Gemma": GemmaConfig, "Gemma2": Gemma2Config, "Gemma3": Gemma3Config}[kind]
     found = mine.from_dict(RAW)
     other = settings_of(kind + "Text" * (kind == "Gemma3") + "Config", RAW)
-    assert found.kv_heads == other.num_key_value_heads
-    assert found.width == other.head_dim
+    assert found.num_key_value_heads == other.num_key_value_heads
+    assert found.head_dim == other.head_dim
     assert found.max_position_embeddings == other.max_position_embeddings
     assert found.rms_norm_eps == other.rms_norm_eps
     assert found.tie_word_embeddings == other.tie_word_embeddings
-    assert found.attention_bias == found.output_bias == other.attention_bias
-    assert found.hidden_act == getattr(other, "hidden_activation", "gelu_pytorch_tanh")
+    assert found.attention_bias == other.attention_bias
+    act = found.hidden_act if kind == "Gemma" else found.hidden_activation
+    assert act == getattr(other, "hidden_activation", "gelu_pytorch_tanh")
     if kind != "Gemma":
-        assert found.query_scale == other.query_pre_attn_scalar**-0.5
+        assert found.query_pre_attn_scalar == other.query_pre_attn_scalar
         assert found.sliding_window == other.sliding_window
-        assert list(found.slides) == [name == "sliding_attention" for name in other.layer_types]
-        assert found.attn_soft_cap == other.attn_logit_softcapping
-        assert found.logit_soft_cap == other.final_logit_softcapping
+        assert list(found.layer_types) == other.layer_types
+        assert getattr(found, "attn_logit_softcapping", None) == other.attn_logit_softcapping
+        assert found.final_logit_softcapping == other.final_logit_softcapping
 
 
 def test_what_a_published_file_leaves_out_of_its_text_part():
@@ -331,13 +339,13 @@ def test_what_a_published_file_leaves_out_of_its_text_part():
     assert found.num_attention_heads == other["num_attention_heads"]
     assert found.num_hidden_layers == other["num_hidden_layers"] and found.hidden_size == 2560
     assert found.intermediate_size == other["intermediate_size"]
-    assert found.kv_heads == other["num_key_value_heads"]
+    assert found.num_key_value_heads == other["num_key_value_heads"]
 
 
 def test_the_first_files_say_gelu_and_mean_its_approximation():
     assert GemmaConfig.from_dict({**RAW, "hidden_act": "gelu"}).hidden_act == "gelu_pytorch_tanh"
     assert GemmaConfig.from_dict({**RAW, "hidden_act": "silu"}).hidden_act == "silu"
-    assert Gemma2Config.from_dict({**RAW, "hidden_activation": "gelu"}).hidden_act == "gelu"
+    assert Gemma2Config.from_dict({**RAW, "hidden_activation": "gelu"}).hidden_activation == "gelu"
 
 
 def test_a_file_cannot_say_what_only_a_family_knows():

@@ -237,22 +237,22 @@ def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
     """The soft caps, the sliding window and its layers of Gemma 2 and 3."""
     found: dict[str, Any] = {}
     size, is_third = model.config, model.architecture != "gemma2"
-    if size.attn_soft_cap:
-        found["attn_logit_softcapping"] = size.attn_soft_cap
-    if size.logit_soft_cap:
-        found["final_logit_softcapping"] = size.logit_soft_cap
+    if not is_third:
+        found["attn_logit_softcapping"] = size.attn_logit_softcapping
+    if size.final_logit_softcapping:
+        found["final_logit_softcapping"] = size.final_logit_softcapping
     if is_third:
         if model.settings.get("attn_logit_softcapping"):
             raise unsupported("Gemma 3 with 'attn_logit_softcapping' in a GGUF file", path)
-        if size.local_rope.scaling is not None:
+        if model.local_rope.scaling is not None:
             raise unsupported("rope scaling in sliding-window layers of a GGUF file", path)
-        found["rope.freq_base_swa"] = size.local_rope.theta
-        if not any(size.slides):
+        found["rope.freq_base_swa"] = model.local_rope.theta
+        if not any(model.slides):
             return found
     window = model.settings.get("sliding_window") or size.max_position_embeddings
     found["attention.sliding_window"] = window
     usual = 6 if is_third else 2
-    period = _period(list(size.slides), usual)
+    period = _period(model.slides, usual)
     if period is None:
         raise unsupported("'layer_types' that do not repeat with a full layer at the end", path)
     if period != usual:

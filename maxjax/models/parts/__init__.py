@@ -12,6 +12,7 @@ from .attention import bidirectional as bidirectional
 from .attention import chunked as chunked
 from .attention import merge_heads as merge_heads
 from .attention import sliding as sliding
+from .attention import soft_cap as soft_cap
 from .attention import split_heads as split_heads
 from .cache import LayerCache as LayerCache
 from .cache import Mask as Mask
@@ -32,3 +33,5 @@ from .layer_loop import split_heads_over_mesh as split_heads_over_mesh
 from .rotary import Angles as Angles
 from .rotary import Rope as Rope
 from .rotary import rope as rope
+from .rotary import ropes_by_kind as ropes_by_kind
+from .rotary import ropes_to_hf as ropes_to_hf

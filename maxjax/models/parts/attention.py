@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from ...nn.layer import tap
 from .cache import LayerCache, Mask, scores
@@ -94,3 +95,16 @@ def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
 def merge_heads(x: jax.Array) -> jax.Array:
     """Return ``[..., heads, D]`` as ``[..., heads · D]``."""
     return x.reshape(*x.shape[:-2], -1)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Return ``cap · tanh(x / cap)``, which is near ``x`` where that is small and within ± ``cap``; None: ``x`` itself.
+
+    Source: arXiv:2408.00118.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> soft_cap(jnp.array([0.0, 100.0]), 2.0).tolist()
+        [0.0, 2.0]
+    """
+    return x if cap is None else cap * jnp.tanh(x / cap)

@@ -243,15 +243,29 @@ class LanguageModelConfig(ModelConfig):
                 values[field.name] = found
         return cls(**values)
 
+    @classmethod
+    def read_field(cls, raw: Mapping[str, Any], name: str) -> Any:
+        """Return the value of one field in a file, checked; its default if the file does not have it.
+
+        Raises:
+            CheckpointFormatError: the value has the wrong type or is out of range, or a required key is missing.
+        """
+        field = cls.__dataclass_fields__[name]
+        found = field_value(field, typing.get_type_hints(cls)[name], ReadTracker.of(raw))
+        return field.default if found is dataclasses.MISSING else found
+
     def to_hf(self) -> dict[str, Any]:
-        """Return the content of a ``config.json`` with these settings, without ``architectures``."""
+        """Return the content of a ``config.json`` with these settings, without ``architectures``.
+
+        Of several Ropes only ``rope_parameters`` is written; the architecture writes the others.
+        """
         found: dict[str, Any] = {"model_type": self.model_type}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if field.metadata.get("own") or (field.name == "is_causal" and value):
                 continue
             if isinstance(value, Rope):
-                found |= value.to_hf(field.default)
+                found |= value.to_hf(field.default) if field.name == "rope_parameters" else {}
             # null counts as absent, so None is written only where it differs from the default.
             elif value is not None or field.default is not None:
                 key = field.metadata.get("key") or field.name

@@ -403,6 +403,23 @@ def ropes_by_kind(
     return found
 
 
+def ropes_to_hf(ropes: Mapping[str, Rope]) -> dict[str, Any]:
+    """Return the key ``rope_parameters`` with one object for each kind of layer: the inverse of :func:`ropes_by_kind`.
+
+    Args:
+        ropes: the Rope of each kind of layer.
+
+    Example:
+        >>> ropes_to_hf({"full_attention": Rope(5e5)})
+        {'rope_parameters': {'full_attention': {'rope_type': 'default', 'rope_theta': 500000.0}}}
+    """
+    found = {
+        kind: {"rope_type": "default", "rope_theta": one.theta, **(one.scaling_to_hf() or {})}
+        for kind, one in ropes.items()
+    }
+    return {"rope_parameters": found}
+
+
 def both_ropes(
     raw: Mapping[str, Any],
     context: int,

@@ -21,28 +21,35 @@ from tests.models.families.cases import Case, every
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
+_CAPS = "attn_soft_cap logit_soft_cap attn_logit_softcapping final_logit_softcapping".split()
 _HEAD = ("Family", "Architecture", "GGUF", "Features")
 
 
 def features(model: Any) -> list[str]:
     """What one model has that a Llama has not."""
-    config = model.config
-    below = [module for _, module in model.named_modules()]
-    attention = [module for module in below if isinstance(module, DecoderAttention)]
-    kept = [kind for i in range(config.num_hidden_layers) for kind in config.states(i).values()]
+    config, count = model.config, model.config.num_hidden_layers
+    below = list(model.named_modules())
+    attention = [m for _, m in below if hasattr(m, "mask") or isinstance(m, DecoderAttention)]
+    kept = [kind for i in range(count) for kind in config.states(i).values()]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope", None)
+    in_chunks = any(getattr(getattr(a, "mask", a), "chunked", False) for a in attention)
+    caps = [getattr(config, name, None) for name in _CAPS]
     found = {
         "experts": any(".experts." in name for name in model.raw_state_dict()),
-        "sliding windows": any(config.slides) and not any(a.chunked for a in attention),
-        "attention in chunks": any(a.chunked for a in attention),
-        "attention sinks": any(a.sinks is not None for a in attention),
+        "sliding windows": any(config.window(i) for i in range(count)) and not in_chunks,
+        "attention in chunks": in_chunks,
+        "attention sinks": any(getattr(a, "sinks", None) is not None for a in attention),
         "latent attention": any(isinstance(kind, LatentVectors) for kind in kept),
         "recurrent layers": any(isinstance(kind, States) for kind in kept),
         "shared caches": any(isinstance(kind, Shared) for kind in kept),
-        "norms of queries and keys": bool(config.qk_norm),
-        "partial RoPE": config.rope is not None and config.rope.part < 1,
-        "RoPE of neighbours": config.rope is not None and config.rope.interleaved,
-        "layers without RoPE": bool(config.rotates),
-        "soft caps": bool(config.attn_soft_cap or config.logit_soft_cap),
+        "norms of queries and keys": any(
+            a.q_norm is not None for a in attention if hasattr(a, "q_norm")
+        ),
+        "partial RoPE": rope is not None and rope.part < 1,
+        "RoPE of neighbours": rope is not None and rope.interleaved,
+        "layers without RoPE": bool(getattr(config, "rotates", ()))
+        or not all(getattr(a, "uses_rope", True) for a in attention),
+        "soft caps": any(caps),
     }
     return [name for name, has in found.items() if has]
 

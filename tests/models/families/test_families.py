@@ -292,9 +292,11 @@ def test_what_a_file_does_not_name(case):
     raw |= {"model_type": case.family, "architectures": [case.kind]}
     config = find_family(raw).config.from_dict(raw)
     if full := ropes.get("full_attention", ropes):
-        assert config.rope.theta == full["rope_theta"]
+        rope = getattr(config, "rope_parameters", None) or config.rope
+        assert rope.theta == full["rope_theta"]
     if sliding := ropes.get("sliding_attention"):
-        assert config.local_rope.theta == sliding["rope_theta"]
-    if any(getattr(config, "slides", ())):
+        local = getattr(config, "local_rope_parameters", None) or config.local_rope
+        assert local.theta == sliding["rope_theta"]
+    if any(config.window(i) is not None for i in range(config.num_hidden_layers)):
         chunk = getattr(theirs, "attention_chunk_size", None)  # Llama 4
         assert config.sliding_window == (chunk or theirs.sliding_window)

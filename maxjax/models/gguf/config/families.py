@@ -45,6 +45,11 @@ class FamilyConfig:
         return self._first("rope_parameters", "rope")
 
     @property
+    def local_rope(self) -> Any:
+        """The rotary position embedding of layers with a sliding window, if they have their own; else None."""
+        return self._first("local_rope_parameters", "local_rope")
+
+    @property
     def has_rope(self) -> bool:
         """Whether the model uses RoPE."""
         return self.rope is not None
@@ -155,9 +160,9 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
             "'num_experts' is out of range", path=path,
             expected=f"1 to {MAX_EXPERTS}", found=model.experts,
         )  # fmt: skip
-    if getattr(read, "local_rope", None) is not None:
-        values["rope_local_base_freq"] = read.local_rope.theta
+    if (local := model.local_rope) is not None:
+        values["rope_local_base_freq"] = local.theta
     if architecture.startswith("gemma"):
-        act = _TANH if read.hidden_act in _TANHS else read.hidden_act
-        values["hidden_act"] = values["hidden_activation"] = act
+        act = model._first("hidden_activation", "hidden_act")
+        values["hidden_act"] = values["hidden_activation"] = _TANH if act in _TANHS else act
     return model
