@@ -12,23 +12,32 @@ from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, SparseMLP
+from .decoder.model import Decoder
 from .gguf.architectures.granite import GRANITEMOE_GGUF
-from .granite import Granite, GraniteConfig
 from .mixtral import MixtralLayer
 
 
 @dataclass(frozen=True)
-class GraniteMoEConfig(GraniteConfig, MoEConfig):
+class GraniteMoEConfig(MoEConfig):
     """The settings of a Granite 3 MoE; ``intermediate_size`` is the inner size of an expert."""
 
     model_type = "granitemoe"
-    fixed = {**GraniteConfig.fixed, "mlp_bias": False}
+    fixed = {"sliding_window": None, "mlp_bias": False}
+
+    embedding_scale: float = setting("embedding_multiplier", default=1.0)
+    query_scale: float | None = setting("attention_multiplier", default=1.0)
+    residual_scale: float = setting("residual_multiplier", default=1.0)
+    logits_scaling: float = setting(default=1.0, minimum=1e-9)
 
     num_experts: int = setting(
         "num_local_experts", default=8, minimum=1, held="axis", also=("num_experts",)
     )
     moe_intermediate_size: int | None = own(None)
     norm_topk_prob: bool = own(True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logit_scale", 1 / self.logits_scaling)
+        super().__post_init__()
 
 
 class GraniteMoEMLP(SparseMLP):
@@ -44,7 +53,7 @@ class GraniteMoELayer(MixtralLayer):
     sparse_class: ClassVar[Any] = GraniteMoEMLP
 
 
-class GraniteMoE(Granite):
+class GraniteMoE(Decoder):
     """A Granite 3 MoE language model.
 
     Example:

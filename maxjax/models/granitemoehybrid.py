@@ -19,8 +19,8 @@ from .decoder.attention import Cached, Step
 from .decoder.block import FusedMLP, HybridLayer
 from .decoder.config import check_kinds, kinds_of, layers_of, own
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Parts, head_dim_of, limits_of
+from .decoder.model import Decoder
 from .gguf.architectures.mamba2 import GRANITE_HYBRID_GGUF
-from .granite import Granite
 from .granitemoe import GRANITEMOE, GraniteMoEConfig, GraniteMoEMLP
 from .parts.aliases import alias
 
@@ -120,7 +120,7 @@ class GraniteHybridLayer(HybridLayer):
         return self.added(x, y), cached
 
 
-class GraniteHybrid(Granite):
+class GraniteHybrid(Decoder):
     """A Granite 4 language model.
 
     Example:

@@ -32,7 +32,7 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
 from .decoder.model import DecoderFamily
-from .gguf.architectures.seed_oss import SEED_OSS_GGUF
+from .gguf.table import GGUFTable
 from .multimodal import SIGHT
 from .parts import (
     CAUSAL,
@@ -85,7 +85,7 @@ class LlamaConfig(LanguageModelConfig):
     num_key_value_heads: int = size(default=None)
     head_dim: int = size(default=None)
     hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = config_field(2048, minimum=1)
     rms_norm_eps: float = 1e-6
     rope_parameters: Rope = Rope(theta=10_000.0)
     attention_bias: bool = False
@@ -221,7 +221,7 @@ class MistralConfig(LlamaConfig):
     model_type = "mistral"
 
     num_key_value_heads: int = size(default=8)
-    max_position_embeddings: int = 131_072
+    max_position_embeddings: int = config_field(131_072, minimum=1)
     attention_bias: bool = constant(False)
     mlp_bias: bool = constant(False)
     sliding_window: int | None = config_field(None, minimum=1)
@@ -273,7 +273,7 @@ class Qwen2Config(LlamaConfig):
 
     model_type = "qwen2"
 
-    max_position_embeddings: int = 32_768
+    max_position_embeddings: int = config_field(32_768, minimum=1)
     attention_bias: bool = constant(True)
     attention_out_bias: bool | None = constant(False)
     mlp_bias: bool = constant(False)
@@ -313,7 +313,7 @@ class SeedOSSConfig(LlamaConfig):
 
     model_type = "seed_oss"
 
-    max_position_embeddings: int = 524_288
+    max_position_embeddings: int = config_field(524_288, minimum=1)
     attention_bias: bool = True
     attention_out_bias: bool | None = False
     is_causal: bool = constant(True)
@@ -329,6 +329,11 @@ class SeedOSS(Llama):
     """A Seed-OSS language model."""
 
 
+SEED_OSS_GGUF = GGUFTable(
+    "seed_oss",
+    {".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm"},
+    fixed={"hidden_act": "silu", "mlp_bias": False, "attention_out_bias": False},
+)
 SEED_OSS = SeedOSS.family = DecoderFamily.of(
     SeedOSS, SeedOSSConfig, "SeedOssForCausalLM", "SeedOssModel", gguf=SEED_OSS_GGUF
 )

@@ -20,4 +20,17 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return self.norm(x), cache", "return x, cache"),
         ],
     },
+    "granite": {
+        "granite": [
+            ("scale=self.scale", "scale=0.7 * self.scale"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("x = x + self.residual * y", "x = x + y"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("* (1 / self.config.logits_scaling)", "* self.config.logits_scaling"),
+        ],
+    },
 }

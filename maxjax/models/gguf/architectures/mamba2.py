@@ -19,13 +19,13 @@ import numpy as np
 
 from ....graph.weights import WeightData
 from ...decoder.mamba2 import Mamba2Settings
+from ...granite import GRANITE_GGUF, attention_scale
 from ..config.read import Config, Shapes
 from ..metadata import MAX_EXPERTS, Settings, unsupported
 from ..names import BARE, KEYS, NORM_GROUPS, QUERIES, Rule, expert_names
 from ..pieces import check_rows, computed, rows
 from ..state_layouts import Both, Flat, Logarithm, Taps
 from ..table import PERMUTED, GGUFTable
-from .granite import GRANITE_GGUF, attention_scale
 
 Tensors = Mapping[str, WeightData]
 
