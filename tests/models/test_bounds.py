@@ -130,7 +130,7 @@ def check(checkpoints, name, values):
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if hasattr(one.config, "window")])
 def test_a_sliding_window_may_be_longer_than_every_axis(family):
-    check_bounds(family.config, {"sliding_window": 10**6}, {"model.layers.0.q.weight": (32, 8)})
+    check_bounds(family.config, {"sliding_window": 10**6}, {"model.layers.0.q.weight": (10**5, 8)})
 
 
 @pytest.mark.slow
