@@ -31,7 +31,7 @@ def operation(definition: Callable[..., Any]) -> Operation:
     Results: ``[B, H, P]``, zeros for rows without a token, and the stack with the states of the layer
     replaced, in place where it is donated.
 
-    ``models/decoder/mamba2.py`` has the definition.
+    ``nn/ssm/ssd.py`` has the definition.
     """
     rules = by_rows(_AXES, (0, _STATE), _STATE)
     return Operation("maxjax_ssd", _types, definition, {"cpu": _kernel}, *rules)

@@ -152,8 +152,8 @@ def _sizes(config: Any) -> dict[str, Any]:
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
+        "feed_forward_length": getattr(config, "intermediate_size", 0),
+        "attention.head_count": getattr(config, "num_attention_heads", 0),
     }
 
 
@@ -191,7 +191,8 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
 
 def _epsilon(config: Any) -> float:
     """The number that norms add to the variance."""
-    return config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.layer_norm_eps
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+    return next(getattr(config, name) for name in names if hasattr(config, name))
 
 
 def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ...dtype import DType, promote
 from ...errors import UserInputError
-from ...graph.placement.arrays import on_mesh
-from ...graph.placement.specs import axis_of
+from ...graph.placement.arrays import is_manual, on_mesh
+from ...graph.placement.specs import axis_of, batch_axes, spec_of
 from ...kernels import explicit
 from ...kernels.attention import (
     NO_KEY,
@@ -33,7 +33,9 @@ from ...kernels.attention import (
 from ...kernels.blocked_attention import Attending
 from ...kernels.sinks import with_sinks
 from ...nn.attention.both_ways import both_ways
+from ...nn.kv_cache.kinds import Place, States
 from ...nn.kv_cache.layout import CacheLayout, CachePart, cache_layout
+from ...nn.kv_cache.recurrent import Recurrent
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import is_tapped, tap
 
@@ -55,7 +57,7 @@ class Mask(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["starts", "counts", "text_lengths", "tokens", "numbers"],
-    meta_fields=["length", "is_step", "capacity", "mesh", "kv_heads"],
+    meta_fields=["length", "is_step", "capacity", "mesh", "kv_heads", "recurrent"],
 )
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
@@ -73,6 +75,7 @@ class ForwardContext:
         capacity: number of positions in the cache; 0 without a cache.
         mesh: the mesh of the model's weights, or None.
         kv_heads: name of each cache group with keys and values, and its number of KV heads.
+        recurrent: name of each cache group with recurrent states, and what these are.
     """
 
     starts: jax.Array
@@ -85,6 +88,7 @@ class ForwardContext:
     capacity: int
     mesh: Any
     kv_heads: tuple[tuple[str, int], ...]
+    recurrent: tuple[tuple[str, States], ...] = ()
 
     @property
     def positions(self) -> jax.Array:
@@ -195,6 +199,51 @@ class LayerCache:
         y, slots = run.with_cache(q, k, v, slots, layer)
         return y, dataclasses.replace(self, states={**self.states, group: slots}, new=None)
 
+    def read(self, group: str) -> dict[str, jax.Array] | None:
+        """Return the layer's recurrent states ``[B, ...]`` in a group, by name; None without a cache."""
+        if not self.states:
+            return None
+        arrays, layer = self.in_place(group)
+        return Recurrent(arrays).at(layer)
+
+    def replace(self, group: str, new: Mapping[str, jax.Array]) -> Self:
+        """Return the cache with the states after the tokens, for those rows that have a token.
+
+        Args:
+            group: name of the group.
+            new: states ``[B, ...]`` by name, of some or all names. Without a cache they are forgotten.
+        """
+        if not self.states:
+            return self
+        arrays, layer = self.in_place(group)
+        counts = self.context.counts
+        found = Recurrent(arrays).replaced(layer, new, None if counts is None else counts > 0)
+        return self.with_states(group, found.arrays)
+
+    def in_place(self, group: str) -> tuple[Mapping[str, jax.Array], Any]:
+        """Return the recurrent states ``[L, B, ...]`` of all layers by name, and this layer's index among them.
+
+        They are for kernels that update them in place, whose results :meth:`with_states` takes.
+        """
+        return self.states[group].arrays, self.context.number(group, self.layer)
+
+    def with_states(self, group: str, arrays: Mapping[str, jax.Array]) -> Self:
+        """Return the cache with other recurrent states of all layers, with the sharding that the cache has."""
+        mesh = self.context.mesh
+        # Else XLA would be free to change the sharding. Explicit axes are a part of the arrays' types.
+        if not (
+            mesh is None
+            or AxisType.Explicit in mesh.axis_types
+            or any(map(is_manual, mesh.axis_names))
+        ):
+            kind: States = dict(self.context.recurrent)[group]
+            place = recurrent_place(mesh, next(iter(arrays.values())).shape[1])
+            keep = jax.lax.with_sharding_constraint
+            where = {one.name: kind.sharding(one, place) for one in kind.each}
+            arrays = {name: keep(array, where[name]) for name, array in arrays.items()}
+        states = {**self.states, group: Recurrent(arrays)}
+        return dataclasses.replace(self, states=states)
+
     def _attend_own(self, q: jax.Array, mask: Mask, scores: Scores) -> jax.Array:
         """Attend to the written tokens alone."""
         assert self.new is not None
@@ -224,6 +273,16 @@ def no_cache(length: int, mesh: Any = None, counts: jax.Array | None = None) -> 
     return LayerCache(
         ForwardContext(starts, counts, ends, None, None, length, False, 0, mesh, ()), {}
     )
+
+
+def recurrent_place(mesh: Any, batch: int) -> Place:
+    """Return the sharding of the recurrent states of ``batch`` sequences.
+
+    Sequences are split over the mesh's batch axes, and heads or channels over its axis ``model``.
+    """
+    model, rows = axis_of(mesh, "model"), batch_axes(mesh, batch)
+    over = () if model is None or model in rows else (model,)
+    return Place(NamedSharding(mesh, spec_of([(), rows])), over=over)
 
 
 class _Attention(NamedTuple):

@@ -18,25 +18,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import platform_of
-from ...graph.placement.specs import Split, axis_of, batch_axes, mesh_of, spec_of
+from ...graph.placement.specs import Split, axis_of, mesh_of
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import unwrap
 from ...kernels import explicit
 from ...nn.kv_cache.cache import KVCache
-from ...nn.kv_cache.kinds import Group, KeysValues, Place, numbers_of
+from ...nn.kv_cache.kinds import Group, KeysValues, Place, States, numbers_of
 from ...nn.kv_cache.layout import cache_layout
 from ...nn.layer import LayerStack
 from ...nn.linear import ColumnParallelLinear
 from ..family import PretrainedModel
 from ..weights import beside
 from .aliases import spelling
-from .cache import ForwardContext, LayerCache, no_cache
+from .cache import ForwardContext, LayerCache, no_cache, recurrent_place
 from .config import groups_of_config, shares
 from .layer_loop import kind_of, pattern
 from .rotary import NO_LIMIT, is_dynamic, same_until
@@ -249,9 +249,7 @@ class LanguageModel(Scored, PretrainedModel):
         if isinstance(kind, KeysValues):
             layout = cache_layout(mesh, batch, kind.query_heads or kind.heads, kind.heads)
             return Place(layout.sharding, layout.rows, layout.slots)
-        model, rows = axis_of(mesh, "model"), batch_axes(mesh, batch)
-        over = () if model is None or model in rows else (model,)
-        return Place(NamedSharding(mesh, spec_of([(), rows])), over=over)
+        return recurrent_place(mesh, batch)
 
     # --- a call
 
@@ -370,9 +368,10 @@ class LanguageModel(Scored, PretrainedModel):
         kinds = {name: group.kind for name, group in self._groups.items()}
         heads = {name: k.heads for name, k in kinds.items() if isinstance(k, KeysValues)}
         heads.setdefault("full", heads.get("sliding", 1))
+        recurrent = tuple((name, kind) for name, kind in kinds.items() if isinstance(kind, States))
         context = ForwardContext(
             starts, counts, texts, tokens, numbers, length, length == 1, cache.capacity, mesh,
-            tuple(heads.items()),
+            tuple(heads.items()), recurrent,
         )  # fmt: skip
         return LayerCache(context, cache.states)
 

@@ -62,19 +62,21 @@ class Recurrent(Rendered):
         return {name: layer_of(a, layer) for name, a in self.arrays.items()}
 
     def replaced(self, layer: Any, new: Mapping[str, jax.Array], rows: Any = None) -> Recurrent:
-        """A copy with the states of one layer replaced.
+        """A copy with states of one layer replaced.
 
         Args:
             layer: index of the layer.
-            new: new states by name, ``[B, ...]``; they are rounded to the dtypes of ``arrays``.
+            new: new states ``[B, ...]`` by name, of some or all names; they are rounded to the dtypes of
+                ``arrays``.
             rows: sequences that had a token, bools ``[B]``; the others keep their state. None means all.
         """
-        old = self.at(layer)
-        found = {}
-        for name, array in self.arrays.items():
-            value = new[name].astype(array.dtype)
+        found = dict(self.arrays)
+        for name, value in new.items():
+            array = self.arrays[name]
+            value = value.astype(array.dtype)
             if rows is not None:
-                value = jnp.where(rows.reshape(-1, *(1,) * (value.ndim - 1)), value, old[name])
+                old = layer_of(array, layer)
+                value = jnp.where(rows.reshape(-1, *(1,) * (value.ndim - 1)), value, old)
             start = (layer, *(jnp.int32(0),) * (array.ndim - 1))
             found[name] = jax.lax.dynamic_update_slice(
                 array, value[None], start, allow_negative_indices=False

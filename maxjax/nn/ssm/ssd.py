@@ -15,10 +15,14 @@ C tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from ...kernels import ssd_token
 from ...kernels.operation import varying_with
+from ...kernels.stack_slice import layer_of
 from .segments import chunked, in_chunks, joined, segment_sums
 
 CHUNK = 64
@@ -93,3 +97,35 @@ def ssd_chunks(
     state, y = jax.lax.scan(chunk, varying_with(state, x, g, b, c), (x, g, b, c))
     y = joined(y.reshape(*y.shape[:2], heads, *y.shape[4:]), length)
     return y, state.reshape(batch, heads, width, b.shape[-1])
+
+
+def ssd_step_in_place(
+    x: jax.Array, g: jax.Array, b: jax.Array, c: jax.Array, states: jax.Array, layer: Any, used: Any
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`ssd_step` for one layer, by a kernel that updates the states of all layers in place.
+
+    Args:
+        x, g, b, c: as for :func:`ssd_step`, in float32.
+        states: states of all layers, float32 ``[L, B, H, P, N]``; donate them.
+        layer: index of the layer, an int32 scalar.
+        used: whether each sequence has a token, int32 ``[B]``; those without one keep their state.
+
+    Returns:
+        The result ``[B, H, P]``, zeros for sequences without a token, and the states of all layers.
+    """
+    y, states = _IN_PLACE([x, g, b, c, states, layer, used], None)
+    return y, states
+
+
+def step_in_stack(_: None, *operands: jax.Array) -> list[jax.Array]:
+    """The definition in jnp that the kernel of :func:`ssd_step_in_place` follows."""
+    x, g, b, c, states, layer, used = operands
+    before, rows = layer_of(states, layer), used > 0
+    y, after = ssd_step(x, g, b, c, before)
+    after = jnp.where(rows[:, None, None, None], after, before)
+    start = (layer, *(jnp.int32(0),) * 4)
+    states = jax.lax.dynamic_update_slice(states, after[None], start, allow_negative_indices=False)
+    return [jnp.where(rows[:, None, None], y, 0), states]
+
+
+_IN_PLACE = ssd_token.operation(step_in_stack)

@@ -329,9 +329,7 @@ def test_a_cache_of_which_a_part_goes_round():
 
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 2}, {"data": 2, "fsdp": 2}])
 def test_states_of_a_recurrence_are_split_over_both_axes(sizes):
-    model = Mamba2(
-        Mamba2Config(32, 64, num_hidden_layers=3, ssm_heads=8, ssm_head_dim=8, n_groups=2)
-    )
+    model = Mamba2(Mamba2Config(32, 64, num_hidden_layers=3, num_heads=8, head_dim=8, n_groups=2))
     found = plan(model, sizes, batch=4, length=16)
     states = model.to(real_mesh(sizes)).cache(4, 16).states
     assert found.cache_bytes_per_device == held_by_the_first(states)

@@ -103,39 +103,6 @@ _WRITTEN = tuple(
 )
 _table = partial(GGUFTable, write=_to_gguf, written=_WRITTEN)
 
-# --- Mamba 2 alone -------------------------------------------------------------------------------
-
-
-def _mamba2_of(given: Settings, tensors: Shapes, config: Config) -> Config:
-    names = {
-        "heads": "num_heads", "width": "head_dim", "groups": "n_groups", "state": "state_size",
-        "taps": "conv_kernel", "expand": "expand",
-    }  # fmt: skip
-    return {
-        **_sizes_of(given, names), "use_bias": _has("ssm_in.bias", tensors),
-        "use_conv_bias": _has("ssm_conv1d.bias", tensors),
-    }  # fmt: skip
-
-
-def _new_names(config: Any, tensors: Tensors) -> Tensors:
-    """Renames the embedding table to its name in newer files."""
-    old, new = "backbone.embedding.", "backbone.embeddings."
-    return {name.replace(old, new): data for name, data in tensors.items()}
-
-
-MAMBA2_GGUF = _table(
-    "mamba2",
-    {
-        "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", ".attn_norm": "norm",
-        **_names("mixer"),
-        **{f".attn_{part}": None for part in ("q", "k", "v", "output")},
-        **{f".ffn_{part}": None for part in ("norm", "gate", "up", "down")},
-    },
-    fixed={"hidden_act": "silu", "residual_in_fp32": True}, read=_mamba2_of, split=_new_names,
-    biases=("ssm_conv1d", "ssm_dt"), layer="backbone.layers.*.", attends=False, has_rope=False,
-    epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
-)  # fmt: skip
-
 # --- Granite 4 -----------------------------------------------------------------------------------
 
 # Keys of the sizes of Mamba 2 in the configurations of hybrids.

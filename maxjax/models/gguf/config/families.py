@@ -77,6 +77,11 @@ class FamilyConfig:
         return self._first("num_key_value_heads", "num_attention_heads")
 
     @property
+    def norm_groups(self) -> int:
+        """The number of groups of features that Mamba 2 normalises separately."""
+        return self._first("n_groups", "mamba_n_groups")
+
+    @property
     def slides(self) -> list[bool]:
         """Whether each layer has a sliding window; empty for an encoder."""
         if not hasattr(self.config, "window"):

@@ -323,7 +323,7 @@ def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
     if what == GROUPS:
         return Grouped(model.config.num_attention_heads, model.kv_heads).back()
     if what == NORM_GROUPS:
-        return Flat(model.config.mamba.groups).back()
+        return Flat(model.norm_groups).back()
     if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
         return Same()
     assert isinstance(what, Layout)

@@ -1,0 +1,213 @@
+"""Recurrent states as architectures write them: :func:`convolve`, :func:`ssd` and what runs them on a mesh.
+
+Their states are in the cache by the name of a group and of the state, as ``config.states(layer)`` lists them;
+without a cache they are zeros. Padding and rows without a token do not change them.
+
+Shapes: B sequences, T tokens, C channels, H heads of width P, G groups of heads, N features of the state. One token
+per sequence has no axis T.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ...graph.placement.arrays import is_manual, on_mesh
+from ...graph.placement.specs import axis_of, batch_axes, spec_of
+from ...kernels import explicit, ssd_token
+from ...nn.ssm.convolution import CausalConv
+from ...nn.ssm.ssd import ssd_chunks, ssd_step, ssd_step_in_place
+from .cache import LayerCache
+
+C = TypeVar("C", bound=LayerCache)
+
+
+def convolve(conv: CausalConv, x: jax.Array, cache: C, group: str) -> tuple[jax.Array, C]:
+    """Compute ``y[t] = bias + Σ_k weight[:, k] · x[t - K + 1 + k]``, over the tokens and the K - 1 before them.
+
+    Args:
+        conv: the convolution, whose K taps multiply the token (the last tap) and those just before it.
+        x: inputs ``[B, T, C]``.
+        cache: the layer's cache, with the last inputs ``[B, K - 1, C]`` as the state "conv".
+        group: name of the group in the cache.
+
+    Returns:
+        The results ``[B, T, C]`` in float32, and the cache with the last inputs.
+
+    Example:
+        >>> import maxjax
+        >>> from maxjax.models.parts.cache import no_cache
+        >>> conv = maxjax.init(CausalConv(2, 4), jax.random.key(0))
+        >>> y, _ = convolve(conv, jnp.ones((1, 3, 2)), no_cache(3), "mamba")
+        >>> y.shape
+        (1, 3, 2)
+    """
+    before = cache.read(group)
+    y, last = conv(
+        x[:, None] if cache.context.is_step else x,
+        None if before is None else before["conv"],
+        cache.context.counts,
+    )
+    cache = cache.replace(group, {"conv": last})
+    return (y[:, 0] if cache.context.is_step else y), cache
+
+
+def ssd(
+    x: jax.Array, g: jax.Array, b: jax.Array, c: jax.Array, cache: C, group: str
+) -> tuple[jax.Array, C]:
+    """Run the recurrence of Mamba 2 for each head: ``S ← exp(g) S + x ⊗ b``, then ``y = S c``.
+
+    The state S ``[P, N]`` of each head is the state "ssm" of the cache. Several tokens are computed in chunks
+    ("state space duality", arXiv:2405.21060), in time linear in T. On a mesh each device has its own heads.
+
+    Args:
+        x: inputs, multiplied by the length of their time step, ``[B, T, H, P]``.
+        g: logarithms of the decays, ``[B, T, H]``, at most 0.
+        b, c: input and output vectors of the state, ``[B, T, G, N]``; H/G neighbouring heads share them.
+        cache: the layer's cache.
+        group: name of the group in the cache.
+
+    Returns:
+        The results ``[B, T, H, P]`` in float32, and the cache with the state after the tokens.
+
+    Example:
+        >>> from maxjax.models.parts.cache import no_cache
+        >>> x, b = jnp.ones((1, 3, 4, 2)), jnp.ones((1, 3, 1, 5))
+        >>> y, _ = ssd(x, -x[..., 0], b, b, no_cache(3), "mamba")
+        >>> y.shape
+        (1, 3, 4, 2)
+    """
+    (batch, heads, width), (groups, size) = (x.shape[0], *x.shape[-2:]), b.shape[-2:]
+    x, g = (zero_padding(a, cache) for a in (x, g))
+    mesh, over = _split(cache.context.mesh, batch, heads)
+    if groups % math.prod(mesh.shape[name] for name in over):  # a group is split between devices
+        b, c = (jnp.repeat(a, heads // groups, axis=-2) for a in (b, c))
+    if mesh is None and cache.context.is_step and cache.states:
+        states, layer = cache.in_place(group)
+        if ssd_token.has_kernel(states["ssm"]):
+            x, g, b, c = (a.astype(jnp.float32) for a in (x, g, b, c))
+            used = rows_used(batch, cache)
+            y, after = ssd_step_in_place(x, g, b, c, states["ssm"], layer, used)
+            return y, cache.with_states(group, {**states, "ssm": after})
+    before = cache.read(group)
+    state = jnp.zeros((batch, heads, width, size), jnp.float32)
+    state = state if before is None else before["ssm"]
+    y, state = recurrence(ssd_step, ssd_chunks, (x, g, b, c), state, cache)
+    return y, cache.replace(group, {"ssm": state})
+
+
+def recurrence(
+    step: Callable[..., Any], chunks: Callable[..., Any], operands: Sequence[jax.Array],
+    state: jax.Array, cache: LayerCache,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Run a recurrence over tokens: results ``[B, T, H, ...]``, and the state ``[B, H, ...]`` after them.
+
+    On a mesh each device runs it for its own sequences and heads: if XLA sharded a recurrence itself, it would
+    exchange shards at every step.
+
+    Args:
+        step: the recurrence for one token: operands ``[B, H, ...]`` and the state → result and state.
+        chunks: the recurrence for several tokens: operands ``[B, T, H, ...]`` and the state → results and state.
+        operands: inputs ``[B, T, H, ...]``, or ``[B, H, ...]`` for one token per sequence.
+        state: state before the tokens, ``[B, H, ...]``.
+        cache: the layer's cache, for the mesh.
+    """
+    mesh, is_step, count = cache.context.mesh, cache.context.is_step, len(operands)
+    if not is_step and operands[0].shape[1] != 1:
+        return _by_heads(chunks, (*operands, state), [2] * count + [1], [(4, 2), (4, 1)], mesh)
+    operands = operands if is_step else [a[:, 0] for a in operands]
+    y, state = _by_heads(step, (*operands, state), [1] * (count + 1), [(3, 1), (4, 1)], mesh)
+    return (y if is_step else y[:, None]), state
+
+
+def zero_padding(x: jax.Array, cache: LayerCache) -> jax.Array:
+    """Return ``[B, (T,) ...]`` with zeros in place of what belongs to padding, so that it changes no state."""
+    real = cache.context.real  # [B, T]
+    if real is None:
+        return x
+    real = real[:, 0] if cache.context.is_step else real
+    return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim)), x, 0)
+
+
+def rows_used(batch: int, cache: LayerCache) -> jax.Array:
+    """Return whether each of ``batch`` sequences has a token, int32 ``[B]``."""
+    counts = cache.context.counts
+    return jnp.ones(batch, jnp.int32) if counts is None else counts.astype(jnp.int32)
+
+
+def per_feature(weight: Any, x: jax.Array) -> jax.Array:
+    """Return a weight ``[C]`` in float32 as ``[..., C]``, with as many axes as ``x``.
+
+    Example:
+        >>> per_feature(jnp.ones(3), jnp.ones((2, 5, 3))).shape
+        (1, 1, 3)
+    """
+    return jnp.asarray(weight).astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def automatic_axes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``__call__(self, x, cache)`` of a layer, in which XLA shall choose how arrays are sharded.
+
+    XLA does so on a mesh with Auto axes. On one with Explicit axes, where every operation would have to say it,
+    the decorated function leaves it to XLA as well; the results are then sharded as ``x`` and the cache are.
+    """
+
+    @functools.wraps(call)
+    def run(self: Any, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        mesh = explicit.mesh_of(x, *jax.tree.leaves(self))
+        if mesh is None:
+            return call(self, x, cache)
+
+        def flat(*given: Any) -> list[jax.Array]:
+            y, after = call(*given)
+            return [y, *jax.tree.leaves(after.states)]
+
+        states, structure = jax.tree.flatten(cache.states)
+        wanted = [explicit.entries(a) for a in (x, *states)]
+        y, *states = explicit.automatic(flat, mesh, wanted)(self, x, cache)
+        return y, cache.at(cache.layer, jax.tree.unflatten(structure, states))
+
+    return run
+
+
+def _by_heads(
+    run: Callable[..., Any], operands: Sequence[jax.Array], axes: Sequence[int],
+    out: Sequence[tuple[int, int]], mesh: Any,
+) -> Any:  # fmt: skip
+    """Call ``run`` with the operands; on a mesh, each device calls it for its own sequences and heads.
+
+    Args:
+        run: a function of arrays whose sequences and heads do not depend on each other.
+        operands: arrays ``[B, ...]``.
+        axes: index of the axis of heads in each operand.
+        out: (number of axes, index of the axis of heads) of each result.
+        mesh: the mesh, or None.
+    """
+    batch, heads = operands[0].shape[0], operands[0].shape[axes[0]]
+    mesh, over = _split(mesh, batch, heads)
+    if mesh is None:
+        return run(*operands)
+    rows = batch_axes(mesh, batch)
+
+    def spec(rank: int, axis: int) -> PartitionSpec:
+        return spec_of([rows, *(over if i == axis else () for i in range(1, rank))])
+
+    specs = [spec(a.ndim, axis) for a, axis in zip(operands, axes, strict=True)]
+    found = tuple(spec(*one) for one in out)
+    return on_mesh(run, mesh, specs, found, check_vma=False)(*operands)
+
+
+def _split(mesh: Any, batch: int, heads: int) -> tuple[Any, tuple[str, ...]]:
+    """Return the mesh that a recurrence runs on (or None), and the mesh axes that split the heads."""
+    if mesh is None or any(map(is_manual, mesh.axis_names)):
+        return None, ()
+    model = axis_of(mesh, "model")
+    if model is None or model in batch_axes(mesh, batch) or heads % mesh.shape[model]:
+        return mesh, ()
+    return mesh, (model,)
