@@ -13,6 +13,7 @@ import gc
 import importlib
 import importlib.util
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -69,5 +70,8 @@ def attributes(
         setattr(sys.modules[package], name, value)
         return value
 
-    eager = {name for name in vars(sys.modules[package]) if not name.startswith("_")}
+    given = vars(sys.modules[package]).items()
+    eager = {
+        name for name, value in given if not (name[0] == "_" or isinstance(value, types.ModuleType))
+    }
     return find, lambda: sorted({*vars(sys.modules[package]), *places}), sorted(eager | {*places})

@@ -1,6 +1,7 @@
 """`maxjax.name` is the object of its home module, for every name that the facade exports."""
 
 import ast
+import re
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import maxjax
+from scripts.models_stub import stub
 
 
 def exported() -> dict[str, tuple[str, str]]:
@@ -81,6 +83,19 @@ def test_lazy_packages_are_what_type_checkers_see(package):
     assert listed == {name for _, name in names}
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nosuch'"):
         _ = module.nosuch
+
+
+def test_the_models_that_type_checkers_see_are_those_of_the_registry():
+    package = maxjax.models
+    written = (Path(package.__file__).parent / "__init__.pyi").read_text()
+    assert written == stub(), "python scripts/models_stub.py"
+    files = {path.stem for path in Path(package.__file__).parent.glob("*.py")}
+    names = re.findall(r"^from \.([\w.]+) import (\w+) as \2$", written, re.M)
+    assert len(names) == len(written.splitlines()) - 1
+    for home, name in names:
+        assert getattr(package, name) is getattr(import_module(f"maxjax.models.{home}"), name)
+        assert name not in files
+    assert {name for _, name in names} == set(package.__all__)
 
 
 @pytest.mark.slow

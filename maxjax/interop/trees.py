@@ -18,7 +18,6 @@ from ..errors import CheckpointMismatchError, UserInputError, closest, some
 from ..graph.weights import FileWeights, load_weights
 from ..graph.weights.given import data_of
 from ..models.family import tensors as checkpoint_tensors
-from ..models.find import all_families
 from ..nn.layer import Module
 from .layouts import AxisLayout
 from .renaming import STACKED, TWO_OF_ONE_NAME, Renaming
@@ -59,7 +58,6 @@ def load(
             return load(tree, opened, rename=rename, cast=cast, strict=strict)
     path = weights._path if isinstance(weights, FileWeights) else None
     if isinstance(weights, FileWeights):
-        all_families()
         named: Mapping[str, Any] = checkpoint_tensors(weights)
     else:
         named = weights.state_dict() if isinstance(weights, Module) else weights

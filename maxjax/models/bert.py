@@ -19,11 +19,8 @@ from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings, plus
 from .encoder.config import EncoderConfig, refuse
-from .encoder.model import Encoder, EncoderOutput, Layers, with_head
+from .encoder.model import Encoder, Layers, with_head
 from .family import Family
-
-BertOutput = EncoderOutput
-"""The former name of EncoderOutput."""
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,8 @@ class ModelConfig:
         (expected int, found '8'). Download the file again, or convert the model again.
     """
 
-    # ``model_type`` of the files that a class reads, and the class of each model type.
+    # ``model_type`` of the files that a class reads.
     model_type: ClassVar[str] = ""
-    by_model_type: ClassVar[dict[str, type[ModelConfig]]] = {}
     # Values for keys that a file does not have, where null in a file means something else.
     unsaid: ClassVar[Mapping[str, Any]] = {}
     # Keys of special tokens, which are written as null if they are not known: transformers' own may not exist.
@@ -127,11 +126,6 @@ class ModelConfig:
         """Makes the instance; an unknown keyword argument raises an error with the name that it has here."""
         check_keywords(cls, kwargs)
         return super().__new__(cls)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if isinstance(name := vars(cls).get("model_type"), str):
-            ModelConfig.by_model_type.setdefault(name, cls)
 
     @classmethod
     def key_of(cls, name: str) -> str:

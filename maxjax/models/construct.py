@@ -20,7 +20,7 @@ from ..storage.save.beside import Files
 from .bounds import check_bounds
 from .config import labels_of, read_object
 from .family import PretrainedModel, one_head, tensors, unwrapped
-from .find import all_families, find_family, text_of
+from .find import find_family, text_of
 from .parts.language_model import LanguageModel
 from .parts.score import has_score
 from .quantized import KEY as _QUANTIZATION
@@ -67,8 +67,6 @@ def build(
         UserInputError: arrays are passed without a ``config``, or ``tie`` is not a bool.
     """
     given = not isinstance(weights, FileWeights)
-    if isinstance(weights, GGUFWeights):
-        all_families()
     with allowing(None if given else weights._family.limits):
         raw, path = _config(weights, config)
     family, whole = find_family(raw, path=path), raw

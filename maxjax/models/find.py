@@ -1,18 +1,10 @@
-"""Finds the model family of a configuration: :func:`find_family`.
-
-The file that is named after the architecture is searched first, so that opening a Llama imports
-``llama`` and not the other families. Only if that fails is ``registry`` imported, and with it all families.
-"""
+"""Finds the model family of a configuration in the registry: :func:`find_family`."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointFormatError, UnsupportedModelError, closest
@@ -22,6 +14,7 @@ from .multimodal import TEXTS as _TEXTS
 from .multimodal import text_settings
 from .parts.config import LanguageModelConfig
 from .parts.score import ENDING
+from .registry import all_families, of_architecture, of_model_type
 
 # The end of an architecture's name, after the model's: its head, or a part of a multimodal model.
 _HEAD = re.compile(
@@ -51,10 +44,8 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
     if architectures:
         if architectures[0] in _MULTIMODAL:
             architectures = text_of(config, path)["architectures"]
-        if (own := _in_own_file(architectures[0])) is not None:
-            return own
-        for family in all_families():
-            if architectures[0] in family.architectures and family.claims(config):
+        for family in of_architecture(architectures[0]):
+            if family.claims(config):
                 return family
         if (own := _with_score(architectures[0], config)) is not None:
             return own
@@ -63,8 +54,8 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
     if model_type:
         if model_type in _TEXTS:
             model_type = text_of(config, path)["model_type"]
-        for family in all_families():
-            if model_type == family.model_type and family.claims(config):
+        for family in of_model_type(model_type):
+            if family.claims(config):
                 return family
         raise _unsupported(f"the model type {model_type!r}", model_type, path)
     raise CheckpointFormatError(
@@ -75,9 +66,8 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
 def _with_score(architecture: str, config: Mapping[str, Any]) -> Family | None:
     """The decoder family of an architecture that is a decoder with a classification head; None if it is not."""
     base = architecture.removesuffix(ENDING) + "Model"
-    for family in all_families() if architecture.endswith(ENDING) else ():
-        is_decoder = issubclass(family.config, LanguageModelConfig)
-        if is_decoder and base in family.architectures and family.claims(config):
+    for family in of_architecture(base) if architecture.endswith(ENDING) else ():
+        if issubclass(family.config, LanguageModelConfig) and family.claims(config):
             return family
     return None
 
@@ -88,36 +78,6 @@ def text_of(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
         return text_settings(config)
     except ValueError as error:
         raise CheckpointFormatError(str(error), path=path) from None
-
-
-def all_families() -> list[Family]:
-    """Imports all families and returns ``FAMILIES``. Only then are all GGUF architectures known."""
-    from .registry import FAMILIES
-
-    return FAMILIES
-
-
-@cache
-def _files() -> frozenset[str]:
-    return frozenset(path.stem for path in Path(__file__).parent.glob("*.py"))
-
-
-def _in_own_file(architecture: str) -> Family | None:
-    """The family of an architecture, if the file of that name has it; ``Qwen3…`` is in ``qwen``.
-
-    None once ``registry`` is imported, since a registered family may have replaced one of maxjax's. A
-    test checks that this search finds the same families as the search through all of them.
-    """
-    if f"{__package__}.registry" in sys.modules:
-        return None
-    name = _HEAD.sub("", architecture).lower()
-    for file in (name, name.rstrip("0123456789")):
-        if file in _files():
-            for one in vars(import_module(f"{__package__}.{file}")).values():
-                # A family with ``only`` shares its architectures with another.
-                if isinstance(one, Family) and architecture in one.architectures and not one.only:
-                    return one
-    return None
 
 
 def _unsupported(

@@ -1,94 +1,395 @@
-"""The model families that maxjax can run: ``FAMILIES``, :func:`register` and :func:`families`.
+"""The registry of model families: where each is, and by which names files call it.
 
-There is one file per family. Importing this file imports them all, which takes about 0.2 s, so
-``find`` looks for the file of a model's own family first.
+``ENTRIES`` is the only list of them. It names files, which are imported when a model of theirs is wanted:
+opening a Llama imports ``llama`` and no other family. :func:`register` adds a model of your own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import UserInputError
-from .config import ModelConfig
-from .family import Family
-from .gguf.table import ARCHITECTURE_OF, add_table
+from ..lazy import without_collector
 
-# File and name of each family, in the order in which ``find_family`` tries them.
-# fmt: off
-_NAMES = (
-    "llama.LLAMA", "llama.MISTRAL", "llama.QWEN2", "qwen.QWEN3", "mistral.MINISTRAL3",
-    "olmo2.OLMO2", "olmo2.OLMO3", "phi3.PHI3", "smollm3.SMOLLM3", "granite.GRANITE",
-    "glm4.GLM_FAMILY", "glm4.GLM4_FAMILY", "cohere.COHERE", "cohere.COHERE2", "llama.SEED_OSS",
-    "exaone4.EXAONE4", "starcoder2.STARCODER2", "stablelm.STABLELM", "ernie4_5.ERNIE45",
-    "hunyuan.HUNYUAN", "gpt_neox.GPT_NEOX", "falcon.FALCON", "mixtral.MIXTRAL",
-    "qwen2_moe.QWEN2_MOE", "qwen3_moe.QWEN3_MOE", "gpt_oss.GPT_OSS", "deepseek.DEEPSEEK_V2",
-    "deepseek.DEEPSEEK_V3", "deepseek.KIMI_K2", "qwen3_next.QWEN3_NEXT", "qwen3_5.QWEN3_5",
-    "qwen3_5.QWEN3_5_MOE", "glm4_moe.GLM4_MOE", "olmoe.OLMOE", "granitemoe.GRANITEMOE",
-    "llama4.LLAMA4", "minimax_m2.MINIMAX_M2", "ernie4_5_moe.ERNIE4_5_MOE", "gemma.GEMMA",
-    "gemma.GEMMA2", "gemma.GEMMA3", "gemma3n.GEMMA3N", "gemma4.GEMMA4", "gpt2.GPT2_FAMILY",
-    "opt.OPT_FAMILY", "phi.PHI", "apertus.APERTUS", "bert.BERT", "bert.BERT_HEAD",
-    "distilbert.DISTILBERT", "hunyuan_moe.HUNYUAN_MOE", "distilbert.DISTILBERT_HEAD", "mpnet.MPNET",
-    "mpnet.MPNET_HEAD", "roberta.ROBERTA", "roberta.ROBERTA_HEAD", "jina.JINA_V3_PUBLISHED",
-    "roberta.XLM_ROBERTA", "roberta.XLM_ROBERTA_HEAD", "jina.JINA_V3", "jina.JINA_V3_HEAD",
-    "nomic.NOMIC_BERT", "nomic.NOMIC_BERT_HEAD", "gte.GTE", "gte.GTE_HEAD", "lfm2.LFM2_FAMILY",
-    "granitemoehybrid.GRANITE_HYBRID", "mamba2.MAMBA2", "falcon_h1.FALCON_H1",
-    "nemotron_h.NEMOTRON_H", "gpt_neo.GPT_NEO", "gptj.GPTJ_FAMILY", "codegen.CODEGEN",
-    "gpt_bigcode.GPT_BIGCODE", "olmo.OLMO", "nemotron.NEMOTRON", "nemotron.ARCEE",
-    "glm4_moe_lite.GLM4_MOE_LITE", "lfm2_moe.LFM2_MOE", "phimoe.PHIMOE", "helium.HELIUM",
-    "modernbert.MODERNBERT", "modernbert.MODERNBERT_HEAD", "camembert.CAMEMBERT",
-    "camembert.CAMEMBERT_HEAD", "electra.ELECTRA", "electra.ELECTRA_HEAD", "albert.ALBERT",
-    "albert.ALBERT_HEAD", "deberta_v2.DEBERTA_V2", "deberta_v2.DEBERTA_V2_HEAD",
-)
-# fmt: on
+M = TypeVar("M")
+# ``family.Family``: that file imports this one, by way of the tables of GGUF files.
+Family = Any
 
 
-def _family(name: str) -> Family:
-    file, _, constant = name.partition(".")
-    return getattr(import_module(f"{__package__}.{file}"), constant)
+class Entry(NamedTuple):
+    """The names of one model family in files.
+
+    Attributes:
+        model_type: ``model_type`` in ``config.json``.
+        architectures: names in ``architectures`` of ``config.json``, separated by spaces.
+        gguf: llama.cpp's names of the architecture, separated by spaces: models are written as the first.
+        family: the family, if :func:`register` added it; None: it is in its file.
+    """
+
+    model_type: str
+    architectures: str
+    gguf: str = ""
+    family: Family = None
 
 
-FAMILIES: list[Family] = [_family(name) for name in _NAMES]
-"""The families that maxjax can run; :func:`register` adds to them."""
+ENTRIES: dict[str, Entry] = {
+    "llama.Llama": Entry("llama", "LlamaForCausalLM LlamaModel", "llama"),
+    "llama.Mistral": Entry("mistral", "MistralForCausalLM MistralModel", "llama"),
+    "llama.Qwen2": Entry("qwen2", "Qwen2ForCausalLM Qwen2Model", "qwen2"),
+    "qwen.Qwen3": Entry("qwen3", "Qwen3ForCausalLM Qwen3Model", "qwen3"),
+    "mistral.Ministral3": Entry("ministral3", "Ministral3ForCausalLM Ministral3Model", "mistral3"),
+    "olmo2.Olmo2": Entry("olmo2", "Olmo2ForCausalLM Olmo2Model", "olmo2"),
+    "olmo2.Olmo3": Entry("olmo3", "Olmo3ForCausalLM Olmo3Model", "olmo2"),
+    "phi3.Phi3": Entry("phi3", "Phi3ForCausalLM Phi3Model", "phi3"),
+    "smollm3.SmolLM3": Entry("smollm3", "SmolLM3ForCausalLM SmolLM3Model", "smollm3"),
+    "granite.Granite": Entry("granite", "GraniteForCausalLM GraniteModel", "granite"),
+    "glm4.GLM": Entry("glm", "GlmForCausalLM GlmModel", "chatglm"),
+    "glm4.GLM4": Entry("glm4", "Glm4ForCausalLM Glm4Model", "glm4"),
+    "cohere.Cohere": Entry("cohere", "CohereForCausalLM CohereModel", "command-r"),
+    "cohere.Cohere2": Entry("cohere2", "Cohere2ForCausalLM Cohere2Model", "cohere2"),
+    "llama.SeedOSS": Entry("seed_oss", "SeedOssForCausalLM SeedOssModel", "seed_oss"),
+    "exaone4.Exaone4": Entry("exaone4", "Exaone4ForCausalLM Exaone4Model", "exaone4"),
+    "starcoder2.Starcoder2": Entry(
+        "starcoder2", "Starcoder2ForCausalLM Starcoder2Model", "starcoder2"
+    ),
+    "stablelm.StableLM": Entry("stablelm", "StableLmForCausalLM StableLmModel", "stablelm"),
+    "ernie4_5.Ernie45": Entry("ernie4_5", "Ernie4_5ForCausalLM Ernie4_5Model", "ernie4_5"),
+    "hunyuan.Hunyuan": Entry(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM HunYuanDenseV1Model",
+        "hunyuan-dense",
+    ),
+    "gpt_neox.GPTNeoX": Entry("gpt_neox", "GPTNeoXForCausalLM GPTNeoXModel", "gptneox"),
+    "falcon.Falcon": Entry("falcon", "FalconForCausalLM FalconModel", "falcon"),
+    "mixtral.Mixtral": Entry("mixtral", "MixtralForCausalLM MixtralModel", "llama"),
+    "qwen2_moe.Qwen2MoE": Entry("qwen2_moe", "Qwen2MoeForCausalLM Qwen2MoeModel", "qwen2moe"),
+    "qwen3_moe.Qwen3MoE": Entry("qwen3_moe", "Qwen3MoeForCausalLM Qwen3MoeModel", "qwen3moe"),
+    "gpt_oss.GptOss": Entry("gpt_oss", "GptOssForCausalLM GptOssModel", "gpt-oss"),
+    "deepseek.DeepseekV2": Entry(
+        "deepseek_v2", "DeepseekV2ForCausalLM DeepseekV2Model", "deepseek2"
+    ),
+    "deepseek.DeepseekV3": Entry(
+        "deepseek_v3", "DeepseekV3ForCausalLM DeepseekV3Model", "deepseek2"
+    ),
+    "deepseek.KIMI_K2": Entry("kimi_k2", "", "deepseek2"),
+    "qwen3_next.Qwen3Next": Entry("qwen3_next", "Qwen3NextForCausalLM Qwen3NextModel", "qwen3next"),
+    "qwen3_5.Qwen35": Entry("qwen3_5_text", "Qwen3_5ForCausalLM Qwen3_5TextModel", "qwen35"),
+    "qwen3_5.Qwen35MoE": Entry(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM Qwen3_5MoeTextModel",
+        "qwen35moe",
+    ),
+    "glm4_moe.GLM4MoE": Entry("glm4_moe", "Glm4MoeForCausalLM Glm4MoeModel", "glm4moe"),
+    "olmoe.OLMoE": Entry("olmoe", "OlmoeForCausalLM OlmoeModel", "olmoe"),
+    "granitemoe.GraniteMoE": Entry(
+        "granitemoe", "GraniteMoeForCausalLM GraniteMoeModel", "granitemoe"
+    ),
+    "llama4.Llama4": Entry("llama4_text", "Llama4ForCausalLM Llama4TextModel", "llama4"),
+    "minimax_m2.MiniMaxM2": Entry(
+        "minimax_m2", "MiniMaxM2ForCausalLM MiniMaxM2Model", "minimax-m2"
+    ),
+    "ernie4_5_moe.Ernie45MoE": Entry(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM Ernie4_5_MoeModel",
+        "ernie4_5-moe",
+    ),
+    "gemma.Gemma": Entry("gemma", "GemmaForCausalLM GemmaModel", "gemma"),
+    "gemma.Gemma2": Entry("gemma2", "Gemma2ForCausalLM Gemma2Model", "gemma2"),
+    "gemma.Gemma3": Entry(
+        "gemma3_text", "Gemma3ForCausalLM Gemma3TextModel", "gemma3 gemma-embedding"
+    ),
+    "gemma3n.Gemma3n": Entry("gemma3n_text", "Gemma3nForCausalLM Gemma3nTextModel", "gemma3n"),
+    "gemma4.Gemma4": Entry("gemma4_text", "Gemma4ForCausalLM Gemma4TextModel", "gemma4"),
+    "gpt2.GPT2": Entry("gpt2", "GPT2LMHeadModel GPT2Model", "gpt2"),
+    "opt.OPT": Entry("opt", "OPTForCausalLM OPTModel"),
+    "phi.Phi": Entry("phi", "PhiForCausalLM PhiModel", "phi2"),
+    "apertus.Apertus": Entry("apertus", "ApertusForCausalLM ApertusModel", "apertus"),
+    "bert.BertModel": Entry(
+        "bert",
+        "BertModel BertForPreTraining BertForMaskedLM BertForNextSentencePrediction "
+        "BertForMultipleChoice BertForTokenClassification BertForQuestionAnswering",
+        "bert",
+    ),
+    "bert.BertForSequenceClassification": Entry("bert", "BertForSequenceClassification"),
+    "distilbert.DistilBertModel": Entry(
+        "distilbert",
+        "DistilBertModel DistilBertForMaskedLM DistilBertForTokenClassification "
+        "DistilBertForQuestionAnswering DistilBertForMultipleChoice",
+    ),
+    "hunyuan_moe.HunyuanMoE": Entry(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM HunYuanMoEV1Model",
+        "hunyuan-moe",
+    ),
+    "distilbert.DistilBertForSequenceClassification": Entry(
+        "distilbert",
+        "DistilBertForSequenceClassification",
+    ),
+    "mpnet.MPNetModel": Entry(
+        "mpnet",
+        "MPNetModel MPNetForMaskedLM MPNetForTokenClassification MPNetForQuestionAnswering "
+        "MPNetForMultipleChoice",
+    ),
+    "mpnet.MPNetForSequenceClassification": Entry("mpnet", "MPNetForSequenceClassification"),
+    "roberta.RobertaModel": Entry(
+        "roberta",
+        "RobertaModel RobertaForMaskedLM RobertaForTokenClassification "
+        "RobertaForMultipleChoice RobertaForQuestionAnswering",
+    ),
+    "roberta.RobertaForSequenceClassification": Entry(
+        "roberta", "RobertaForSequenceClassification"
+    ),
+    "jina.JINA_V3_PUBLISHED": Entry("xlm-roberta", "XLMRobertaModel"),
+    "roberta.XLMRobertaModel": Entry(
+        "xlm-roberta",
+        "XLMRobertaModel XLMRobertaForMaskedLM XLMRobertaForTokenClassification "
+        "XLMRobertaForMultipleChoice XLMRobertaForQuestionAnswering",
+    ),
+    "roberta.XLMRobertaForSequenceClassification": Entry(
+        "xlm-roberta",
+        "XLMRobertaForSequenceClassification",
+    ),
+    "jina.JinaV3Model": Entry(
+        "jina_embeddings_v3",
+        "JinaEmbeddingsV3Model JinaEmbeddingsV3ForMaskedLM "
+        "JinaEmbeddingsV3ForTokenClassification JinaEmbeddingsV3ForQuestionAnswering",
+        "jina-bert-v3",
+    ),
+    "jina.JinaV3ForSequenceClassification": Entry(
+        "jina_embeddings_v3",
+        "JinaEmbeddingsV3ForSequenceClassification",
+    ),
+    "nomic.NomicBertModel": Entry(
+        "nomic_bert",
+        "NomicBertModel NomicBertForPreTraining NomicBertForMaskedLM "
+        "NomicBertForTokenClassification",
+        "nomic-bert",
+    ),
+    "nomic.NomicBertForSequenceClassification": Entry(
+        "nomic_bert",
+        "NomicBertForSequenceClassification",
+    ),
+    "gte.GteModel": Entry(
+        "gte",
+        "GteModel GteForMaskedLM GteForTokenClassification NewModel NewForMaskedLM "
+        "NewForTokenClassification",
+    ),
+    "gte.GteForSequenceClassification": Entry(
+        "gte",
+        "GteForSequenceClassification NewForSequenceClassification",
+    ),
+    "lfm2.LFM2": Entry("lfm2", "Lfm2ForCausalLM Lfm2Model", "lfm2"),
+    "granitemoehybrid.GraniteHybrid": Entry(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM GraniteMoeHybridModel",
+        "granitehybrid",
+    ),
+    "mamba2.Mamba2": Entry("mamba2", "Mamba2ForCausalLM Mamba2Model", "mamba2"),
+    "falcon_h1.FalconH1": Entry("falcon_h1", "FalconH1ForCausalLM FalconH1Model", "falcon-h1"),
+    "nemotron_h.NemotronH": Entry(
+        "nemotron_h", "NemotronHForCausalLM NemotronHModel", "nemotron_h"
+    ),
+    "gpt_neo.GPTNeo": Entry("gpt_neo", "GPTNeoForCausalLM GPTNeoModel"),
+    "gptj.GPTJ": Entry("gptj", "GPTJForCausalLM GPTJModel"),
+    "codegen.CodeGen": Entry("codegen", "CodeGenForCausalLM CodeGenModel"),
+    "gpt_bigcode.GPTBigCode": Entry(
+        "gpt_bigcode", "GPTBigCodeForCausalLM GPTBigCodeModel", "starcoder"
+    ),
+    "olmo.Olmo": Entry("olmo", "OlmoForCausalLM OlmoModel", "olmo"),
+    "nemotron.Nemotron": Entry("nemotron", "NemotronForCausalLM NemotronModel", "nemotron"),
+    "nemotron.Arcee": Entry("arcee", "ArceeForCausalLM ArceeModel", "arcee"),
+    "glm4_moe_lite.GLM4MoELite": Entry(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM Glm4MoeLiteModel",
+        "deepseek2",
+    ),
+    "lfm2_moe.LFM2MoE": Entry("lfm2_moe", "Lfm2MoeForCausalLM Lfm2MoeModel", "lfm2moe"),
+    "phimoe.PhiMoE": Entry("phimoe", "PhimoeForCausalLM PhiMoEForCausalLM PhimoeModel"),
+    "helium.Helium": Entry("helium", "HeliumForCausalLM HeliumModel"),
+    "modernbert.ModernBertModel": Entry(
+        "modernbert",
+        "ModernBertModel ModernBertForMaskedLM ModernBertForTokenClassification "
+        "ModernBertForQuestionAnswering ModernBertForMultipleChoice",
+        "modern-bert",
+    ),
+    "modernbert.ModernBertForSequenceClassification": Entry(
+        "modernbert",
+        "ModernBertForSequenceClassification",
+    ),
+    "camembert.CamembertModel": Entry(
+        "camembert",
+        "CamembertModel CamembertForMaskedLM CamembertForTokenClassification "
+        "CamembertForMultipleChoice CamembertForQuestionAnswering",
+    ),
+    "camembert.CamembertForSequenceClassification": Entry(
+        "camembert",
+        "CamembertForSequenceClassification",
+    ),
+    "electra.ElectraModel": Entry(
+        "electra",
+        "ElectraModel ElectraForPreTraining ElectraForMaskedLM ElectraForTokenClassification "
+        "ElectraForQuestionAnswering",
+    ),
+    "electra.ElectraForSequenceClassification": Entry(
+        "electra", "ElectraForSequenceClassification"
+    ),
+    "albert.AlbertModel": Entry(
+        "albert",
+        "AlbertModel AlbertForPreTraining AlbertForMaskedLM AlbertForTokenClassification "
+        "AlbertForQuestionAnswering AlbertForMultipleChoice",
+    ),
+    "albert.AlbertForSequenceClassification": Entry("albert", "AlbertForSequenceClassification"),
+    "deberta_v2.DebertaV2Model": Entry(
+        "deberta-v2",
+        "DebertaV2Model DebertaV2ForMaskedLM DebertaV2ForTokenClassification "
+        "DebertaV2ForQuestionAnswering DebertaV2ForMultipleChoice",
+    ),
+    "deberta_v2.DebertaV2ForSequenceClassification": Entry(
+        "deberta-v2",
+        "DebertaV2ForSequenceClassification",
+    ),
+}
+"""File and class of each model (or its ``Family``, if it shares its class) → its names.
 
-for _one in FAMILIES:
-    if _one.gguf is not None:
-        add_table(_one.gguf, _one.model_type, _one.architectures[0])
+Where two have the same names, the first whose ``Family.only`` fits is meant.
+"""
+
+_BUILT_IN = tuple(ENTRIES.items())
 
 
-def register(family: Family) -> Family:
-    """Adds a model family of your own, so that ``build`` and ``maxjax.load`` find it.
+def register(model: M) -> M:
+    """Adds a model of your own, so that ``build`` and ``maxjax.load`` find it in this process.
 
     Args:
-        family: the family to add. It replaces all families of the same model type, also maxjax's
-            own.
+        model: class of the model, which has a ``family`` of its own; or that ``Family``. It replaces all
+            families of the same model type, also maxjax's own.
 
     Returns:
-        The family.
+        The argument.
 
     Raises:
-        UserInputError: one of its architectures belongs to another family.
+        UserInputError: one of its architectures belongs to another model type, or the class has no family
+            of its own.
 
     Example:
-        >>> import dataclasses
-        >>> from maxjax.models import Llama, find_family
-        >>> mine = dataclasses.replace(Llama.family, model_type="mine", architectures=("Mine",))
-        >>> register(mine) is find_family({"architectures": ["Mine"]})
+        >>> from maxjax.models import Llama, LlamaConfig, find_family
+        >>> class MineConfig(LlamaConfig):
+        ...     model_type = "mine"
+        >>> class Mine(Llama):
+        ...     pass
+        >>> Mine.family = Llama.family.like(Mine, MineConfig)
+        >>> register(Mine) is Mine
         True
-        >>> FAMILIES.remove(mine)
+        >>> find_family({"architectures": ["MineForCausalLM"]}) is Mine.family
+        True
+        >>> del ENTRIES["mine"]
     """
-    others = [other for other in FAMILIES if other.model_type != family.model_type]
-    for other in others:
-        taken = set(other.architectures) & set(family.architectures)
-        if taken:
+    family: Any = model
+    if isinstance(model, type):
+        family = vars(model).get("family")
+        if family is None:
             raise UserInputError(
-                f"the architecture {sorted(taken)[0]!r} belongs to the family {other.model_type!r}"
+                f"{model.__name__} has no family of its own: "
+                f"{model.__name__}.family = DecoderFamily.of({model.__name__}, its config class)"
             )
-    FAMILIES[:] = [*others, family]
+    before = {key: one for key, one in ENTRIES.items() if one.model_type == family.model_type}
+    for one in ENTRIES.values():
+        taken = {*one.architectures.split()} & {*family.architectures}
+        if taken and one.model_type != family.model_type:
+            raise UserInputError(
+                f"the architecture {sorted(taken)[0]!r} belongs to the family {one.model_type!r}"
+            )
+    gguf = next((one.gguf for one in before.values() if one.gguf), "")
     if family.gguf is not None:
-        ModelConfig.by_model_type[family.model_type] = family.config
-        add_table(family.gguf, family.model_type, family.architectures[0])
-    return family
+        gguf = family.gguf.architecture
+    for key in before:
+        del ENTRIES[key]
+    names = " ".join(family.architectures)
+    ENTRIES[family.model_type] = Entry(family.model_type, names, gguf, family)
+    return model
+
+
+def all_families() -> list[Family]:
+    """Imports the files of all families and returns these, in the order of ``ENTRIES``."""
+    return list(_loaded(ENTRIES.items()))
+
+
+def of_architecture(name: str) -> Iterator[Family]:
+    """The families that have this name in ``architectures`` of ``config.json``."""
+    return _loaded((key, one) for key, one in ENTRIES.items() if name in one.architectures.split())
+
+
+def of_model_type(name: str) -> Iterator[Family]:
+    """The families of a model type.
+
+    Example:
+        >>> [one.config.__name__ for one in of_model_type("mistral")]
+        ['MistralConfig']
+    """
+    return _loaded((key, one) for key, one in ENTRIES.items() if one.model_type == name)
+
+
+def of_gguf(name: str) -> Family:
+    """The family with the table of a GGUF architecture; None if no family has one.
+
+    Those that :func:`register` added come first, the last of them before the others.
+    """
+    added = [(key, one) for key, one in reversed(ENTRIES.items()) if one.family is not None]
+    rows = ((key, one) for key, one in (*added, *_BUILT_IN) if name in one.gguf.split())
+    tables = (one for one in _loaded(rows) if one.gguf is not None)
+    return next((one for one in tables if one.gguf.architecture == name), None)
+
+
+def gguf_of(model_type: str) -> str | None:
+    """llama.cpp's name of the architecture that models of a model type are written as; None: it has none.
+
+    Example:
+        >>> gguf_of("mixtral"), gguf_of("opt")
+        ('llama', None)
+    """
+    names = (one.gguf for one in ENTRIES.values() if one.model_type == model_type)
+    return next((name.split()[0] for name in names if name), None)
+
+
+def gguf_model_types() -> list[str]:
+    """The model types that can be written as GGUF files."""
+    return list(dict.fromkeys(one.model_type for one in ENTRIES.values() if one.gguf))
+
+
+def gguf_architectures() -> list[str]:
+    """llama.cpp's names of all architectures that can be read."""
+    entries = (*ENTRIES.values(), *(one for _, one in _BUILT_IN))
+    return list(dict.fromkeys(name for one in entries for name in one.gguf.split()))
+
+
+def classes() -> dict[str, str]:
+    """File → names of its model and configuration classes, separated by spaces, for ``maxjax.models``.
+
+    Example:
+        >>> classes()["glm4"]
+        'GLM GLMConfig GLM4 GLM4Config'
+    """
+    found: dict[str, list[str]] = {}
+    for key, _ in _BUILT_IN:
+        file, _, name = key.partition(".")
+        if "_" not in name:  # not a Family
+            found.setdefault(file, []).append(name)
+            if not name.endswith("ForSequenceClassification"):  # it has the model's configuration
+                found[file].append(f"{name.removesuffix('Model')}Config")
+    return {file: " ".join(names) for file, names in found.items()}
+
+
+def _loaded(entries: Iterable[tuple[str, Entry]]) -> Iterator[Family]:
+    for key, one in entries:
+        if one.family is not None:
+            yield one.family
+            continue
+        file, _, name = key.partition(".")
+        with without_collector():
+            found = getattr(import_module(f"{__package__}.{file}"), name)
+        yield getattr(found, "family", found)
 
 
 class FamilyNames(NamedTuple):
@@ -117,7 +418,7 @@ def families() -> list[FamilyNames]:
     return [
         FamilyNames(
             one.config.__name__.removesuffix("Config"), one.model_type, one.architectures,
-            ARCHITECTURE_OF.get(one.model_type),
+            gguf_of(one.model_type),
         )
-        for one in FAMILIES
+        for one in all_families()
     ]  # fmt: skip

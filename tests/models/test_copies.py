@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.models import FAMILIES, register
+from maxjax.models import all_families, register, registry
 from tests.models.copied_edits import EDITS
 from tests.models.families.cases import every
 
 MODELS = Path(maxjax.models.__file__).parent
 # The first case of each family.
 CASES = {case.family: case for case in reversed(every())}
-FILES = {one.model_type: sys.modules[one.config.__module__].__file__ for one in FAMILIES}
+FILES = {one.model_type: sys.modules[one.config.__module__].__file__ for one in all_families()}
 # Architectures that are one file; the model types that the tests load with their copies.
 COPIED = sorted(kind for kind in CASES if Path(FILES[kind]).stem in EDITS)
 
@@ -46,7 +46,7 @@ def imported(text, directory, name):
 def copy_of(kind, text, directory, name):
     """The family of a model type in a copy of its file."""
     module = imported(text, directory, name)
-    model = next(one for one in FAMILIES if one.model_type == kind)
+    model = next(one for one in all_families() if one.model_type == kind)
     found = [
         v for v in vars(module).values() if isinstance(v, type(model)) and v.model_type == kind
     ]
@@ -56,9 +56,10 @@ def copy_of(kind, text, directory, name):
 
 @pytest.fixture
 def registered():
-    before = list(FAMILIES)
+    before = dict(registry.ENTRIES)
     yield
-    FAMILIES[:] = before
+    registry.ENTRIES.clear()
+    registry.ENTRIES.update(before)
 
 
 def logits(model):

@@ -13,7 +13,7 @@ import pytest
 import maxjax
 from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef
-from maxjax.models import FAMILIES, Decoder, DecoderConfig, SmolLM3, SmolLM3Config, register
+from maxjax.models import Decoder, DecoderConfig, SmolLM3, SmolLM3Config, registry
 from maxjax.models.decoder.attention import DecoderAttention
 from maxjax.models.decoder.block import DecoderLayer
 from scripts import pages
@@ -34,12 +34,10 @@ def strict_jax() -> None:
 
 @pytest.fixture(autouse=True)
 def families():
-    before = list(FAMILIES)
+    before = dict(registry.ENTRIES)
     yield
-    FAMILIES[:] = before
-    for family in before:  # their GGUF tables too
-        register(family)
-    FAMILIES[:] = before
+    registry.ENTRIES.clear()
+    registry.ENTRIES.update(before)
 
 
 def families_of_the_page():

@@ -7,9 +7,9 @@ import maxjax
 from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import find_family
-from maxjax.models.config import ModelConfig
 from maxjax.models.multimodal import ARCHITECTURES, text_name, text_settings
 from maxjax.models.qwen3_moe import Qwen3MoEConfig
+from maxjax.models.registry import of_model_type
 from tests.models import decoders
 from tests.models.decoders import SMALL, call, ids_of, logits_of, same
 from tests.oracles.models import OracleModel
@@ -232,7 +232,7 @@ def test_what_a_text_config_leaves_out(kind, text, expected):
     }  # fmt: skip
     sizes |= {} if text is None else {"model_type": text}
     settings = text_settings({"model_type": kind, "text_config": sizes})
-    config = ModelConfig.by_model_type[settings["model_type"]].from_dict(settings)
+    config = next(of_model_type(settings["model_type"])).config.from_dict(settings)
     rope = getattr(config, "rope_parameters", None) or config.rope
     found = {key: rope.theta if key == "theta" else getattr(config, key) for key in expected}
     assert found == expected

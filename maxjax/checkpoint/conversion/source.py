@@ -23,7 +23,6 @@ from ...models import find_family
 from ...models.config import ModelConfig, read_object
 from ...models.family import Family, unwrapped
 from ...models.family import tensors as model_tensors
-from ...models.find import all_families
 from ...models.gguf import config_of
 from ...models.gguf.sampling import sampling_config
 from ...models.gguf.tokenizer.read import HF_JSON, end_ids
@@ -84,7 +83,6 @@ def _opened(source: str | os.PathLike[str], weights: FileWeights, is_single: boo
     path = Path(weights._beside.directory if table.format == "orbax" else os.fsdecode(source))
     table.verify = True  # or a damaged value would get a new, matching checksum
     if isinstance(weights, GGUFWeights):
-        all_families()
         return Opened(path, weights, {}, None, {})
     found = {name: weights[name].data() for name in table.entries}
     with weights._beside.files(copied=not is_single) as folder:

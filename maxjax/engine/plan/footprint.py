@@ -38,7 +38,6 @@ from ...graph.weights import FileWeights, GGUFWeights
 from ...models import LanguageModel, PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
 from ...models.config import read_object
-from ...models.find import all_families
 from ...models.gguf import config_of
 from ...models.parts.config import LanguageModelConfig, groups_of_config
 from ...models.quantized import refuse_mlx
@@ -311,7 +310,6 @@ def of_checkpoint(weights: FileWeights, rules: Mapping[str, Any] | None = None) 
 
 def _of_gguf(weights: GGUFWeights, rules: Any) -> Footprint:
     """The footprint of a GGUF file, whose metadata is the config; by names if it is unknown."""
-    all_families()
     try:
         config = config_of(weights)
     except UnsupportedModelError:

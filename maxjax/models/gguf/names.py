@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
+from .by_architecture import ByArchitecture
 from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Transposed
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unknown_architecture
 from .state_layouts import Flat, Taps
@@ -177,7 +178,7 @@ _GEMMA2_NORMS = {
     ".post_ffw_norm": Rule("post_feedforward_layernorm", _ONE_ADDED),
 }
 
-ARCHITECTURES: MutableMapping[str, Table] = {
+_BUILT_IN: dict[str, Table] = {
     # Llama 1 to 3, Mistral, Mixtral, whose queries and keys are permuted.
     "llama": _decoder(
         {
@@ -246,6 +247,8 @@ ARCHITECTURES: MutableMapping[str, Table] = {
         },
     ),
 }
+
+ARCHITECTURES = ByArchitecture(_BUILT_IN, lambda family: family.gguf.names)
 """Name of an architecture in a GGUF file → the table of its tensors' names."""
 
 # The tensors with a divisor for each of RoPE's frequencies: for all lengths; for lengths up to the original

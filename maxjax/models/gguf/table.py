@@ -6,27 +6,19 @@ a table cannot be read from GGUF files or written to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...graph.weights import WeightData
-from ..config import ModelConfig
-from .config.llama_cpp import describe
-from .config.read import MODELS, WINDOWS, Architecture, MetadataTable
+from ..registry import of_gguf
+from .config.read import WINDOWS, MetadataTable
 from .config.rope import ATTENTION_FACTOR, LOG_MULTIPLIER
 from .metadata import Settings
-from .names import ARCHITECTURES, KEYS, QUERIES, Rule, decoder_table
+from .names import KEYS, QUERIES, Rule, decoder_table
 
 Tensors = Mapping[str, WeightData]
-
-# Hugging Face's model_type → GGUF's architecture. The model type also names the configuration class.
-ARCHITECTURE_OF: MutableMapping[str, str] = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama",
-    "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
-    "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gpt2": "gpt2", "bert": "bert",
-}  # fmt: skip
 
 # Names of queries and keys whose rows are permuted, because llama.cpp rotates neighbouring features.
 PERMUTED: Mapping[str, Rule] = {
@@ -130,33 +122,27 @@ class GGUFTable(MetadataTable):
     split: Callable[[Any, Tensors], Tensors] | None = None
     instead: Callable[[Any], tuple[str, Mapping[str, Any]] | None] | None = None
 
-    @property
+    @cached_property
     def names(self) -> Mapping[str, Sequence[Rule]]:
         """GGUF's names of all tensors, with ``blk.*`` for a layer → rules for the checkpoint's tensors."""
         return decoder_table(self.tensors, layer=self.layer)
 
+    @property
+    def keys_read(self) -> set[str]:
+        """The metadata keys that llama.cpp reads beside those of all decoders."""
+        window = ["attention.sliding_window"] if self.period else []
+        window += [WINDOWS] if self.lists_windows else []
+        rope = [LOG_MULTIPLIER] if self.log_multiplier else []
+        rope += [ATTENTION_FACTOR] if self.is_long else []
+        return {self.epsilon[0], *self.keys, *self.written, *window, *rope} - set(self.unused)
 
-TABLES: dict[str, GGUFTable] = {}
-"""The tables that :func:`add_table` added, by architecture."""
 
+def table_of(architecture: str) -> GGUFTable | None:
+    """The table of a GGUF architecture; None if it is unknown, or no family's own.
 
-def add_table(table: GGUFTable, model_type: str, architecture: str) -> None:
-    """Registers a family's GGUF table, so that its GGUF files can be read and written.
-
-    Args:
-        table: the table.
-        model_type, architecture: names of the family in a ``config.json``.
+    Example:
+        >>> table_of("phi2").layer
+        'model.layers.*.'
     """
-    name = table.architecture
-    TABLES[name] = table
-    ARCHITECTURES[name] = table.names
-    MODELS[name] = Architecture(model_type, architecture, table)
-    window = ["attention.sliding_window"] if table.period else []
-    window += [WINDOWS] if table.lists_windows else []
-    rope = [LOG_MULTIPLIER] if table.log_multiplier else []
-    rope += [ATTENTION_FACTOR] if table.is_long else []
-    keys = {table.epsilon[0], *table.keys, *table.written, *window, *rope} - set(table.unused)
-    describe(name, keys, table.biases, is_tied=table.is_tied, is_divided=table.is_divided)
-    for kind in (model_type, *table.model_types):
-        ARCHITECTURE_OF[kind] = name
-        ModelConfig.by_model_type.setdefault(kind, ModelConfig.by_model_type[model_type])
+    family = of_gguf(architecture)
+    return None if family is None else family.gguf

@@ -25,7 +25,7 @@ from .config.llama_cpp import check_read
 from .config.read import POOLING, WINDOWS, hf_config
 from .config.rope import rope_keys
 from .metadata import unsupported
-from .table import TABLES, GGUFTable
+from .table import GGUFTable, table_of
 from .tensors.types import MIXTURES, is_wide
 
 _LOG = logging.getLogger("maxjax")
@@ -113,7 +113,7 @@ def gguf_settings(model: FamilyConfig, path: Any = None) -> dict[str, Any]:
         UnsupportedModelError: a GGUF file cannot represent a setting; the message names it.
     """
     _check_windows(model, path)
-    is_decoder = model.has_rope or model.architecture in TABLES
+    is_decoder = model.has_rope or table_of(model.architecture) is not None
     return _decoder(model, path) if is_decoder else _plain(model)
 
 
@@ -158,7 +158,7 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    size, table = model.config, TABLES.get(model.architecture) or GGUFTable(model.architecture)
+    size, table = model.config, table_of(model.architecture) or GGUFTable(model.architecture)
     found = {**_sizes(size), table.epsilon[0]: _epsilon(size)}
     if not getattr(size, "is_causal", True):
         found["attention.causal"] = False
@@ -180,7 +180,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
         )
     if model.experts:
         found |= _experts(model)
-    if model.architecture in TABLES:
+    if table_of(model.architecture) is not None:
         return found | _of_table(table, model, path)
     if model.architecture in ("gemma2", "gemma3", "gemma-embedding"):
         found |= _gemma(model, path)
@@ -273,8 +273,9 @@ def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers with a sliding window if GGUF has no key that lists them."""
     listed = model.settings.get("layer_types")
     # The layers of these are compared where keys are written.
-    own = ("gemma2", "gemma3", "gemma-embedding", *TABLES)
-    if isinstance(listed, list) and model.architecture not in own:
+    own = ("gemma2", "gemma3", "gemma-embedding")
+    compared = model.architecture in own or table_of(model.architecture) is not None
+    if isinstance(listed, list) and not compared:
         kinds = {kind for kind in listed if isinstance(kind, str)}
         alike = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
         if kinds - {"full_attention"} and not alike:
@@ -309,8 +310,8 @@ def _check(
             settings.pop("sliding_window", None)  # no layer uses it
     if hasattr(model.config, "type_vocab_size"):
         settings.pop("tie_word_embeddings", None)  # an encoder has no head
-    fixed = _FIXED.get(model.architecture, {} if model.architecture in TABLES else _FIXED["llama"])
-    table = TABLES.get(model.architecture)
+    table = table_of(model.architecture)
+    fixed = _FIXED.get(model.architecture, _FIXED["llama"] if table is None else {})
     computed = () if table is None else table.computed
     for key, value in {"is_causal": True, **fixed, **again}.items():
         given = settings.get(key)

@@ -13,9 +13,8 @@ import pytest
 from jax.sharding import AxisType
 
 import maxjax
-from maxjax import models
 from maxjax.errors import UnsupportedModelError, UserInputError
-from maxjax.models import Decoder, DecoderConfig, Llama, find_family, register
+from maxjax.models import Decoder, DecoderConfig, Llama, find_family, register, registry
 from maxjax.models.decoder.block import DecoderLayer
 from maxjax.models.parts.layer_loop import pattern
 from maxjax.models.parts.rotary import Rope, read_rope
@@ -274,7 +273,7 @@ def test_patterns(slides, expected):
 
 def test_a_family_of_ones_own():
     family = dataclasses.replace(Llama.family, model_type="mine", architectures=("Mine",))
-    before = list(models.FAMILIES)
+    before = dict(registry.ENTRIES)
     try:
         register(family)
         assert find_family({"architectures": ["Mine"]}) is family
@@ -287,7 +286,8 @@ def test_a_family_of_ones_own():
         register(ours := dataclasses.replace(Llama.family, prefixes=("x.",)))
         assert find_family({"architectures": ["LlamaForCausalLM"]}) is ours
     finally:
-        models.FAMILIES[:] = before
+        registry.ENTRIES.clear()
+        registry.ENTRIES.update(before)
     with pytest.raises(UnsupportedModelError, match=r"qwen3.*maxjax\.models\.register"):
         find_family({"architectures": ["Mine"]})
 

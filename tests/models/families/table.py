@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import maxjax
-from maxjax.models import FAMILIES
+from maxjax.models import all_families
 from maxjax.models.decoder.attention import DecoderAttention
 from maxjax.models.encoder.config import EncoderConfig
 from maxjax.nn.kv_cache.kinds import LatentVectors, Shared, States
@@ -83,7 +83,7 @@ def rows(names: set[str] | None = None) -> list[tuple[str, ...]]:
 def encoders() -> list[tuple[str, ...]]:
     """The rows of the encoders: model type, and its classes without their tasks."""
     found: dict[str, list[str]] = {}
-    for one in FAMILIES:
+    for one in all_families():
         if issubclass(one.config, EncoderConfig):
             names = found.setdefault(one.model_type, [])
             names += [name for name in one.architectures if name not in names]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxjax.models import FAMILIES
+from maxjax.models import all_families
 from tests.models.families import draws
 
 
@@ -13,7 +13,7 @@ def test_every_family_of_decoders_is_drawn():
     assert not set(draws.OWN) - set(draws.names()), "generators of no family"
     for name in draws.names():
         case = draws.base_of(name)
-        one = next(one for one in FAMILIES if one.model_type == name)
+        one = next(one for one in all_families() if one.model_type == name)
         assert not one.architectures or case.kind == one.architectures[0]
 
 

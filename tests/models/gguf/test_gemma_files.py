@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-import maxjax.models.registry  # noqa: F401 the tables of all families
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.graph.weights import WeightData
 from maxjax.models.gemma4 import Gemma4Config

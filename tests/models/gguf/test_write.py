@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import maxjax.models.registry  # noqa: F401 the tables of all families
 from maxjax.dtype import DType
 from maxjax.errors import (
     CheckpointError,
@@ -22,7 +21,6 @@ from maxjax.errors import (
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import WeightData, load_weights
 from maxjax.models import Ernie45MoE, Ernie45MoEConfig
-from maxjax.models.config import ModelConfig
 from maxjax.models.gguf import (
     ARCHITECTURES,
     Permuted,
@@ -33,10 +31,9 @@ from maxjax.models.gguf import (
     hf_tensors,
     pooling,
 )
-from maxjax.models.gguf.config.families import ARCHITECTURE_OF
 from maxjax.models.gguf.sources import read_box
 from maxjax.models.gguf.tensors.read import EXACT_KEY
-from maxjax.models.registry import FAMILIES
+from maxjax.models.registry import all_families, gguf_model_types, gguf_of, of_model_type
 from maxjax.storage.gguf.writer import plan_gguf
 from maxjax.storage.parts import Part
 from maxjax.storage.save.outgoing import outgoing
@@ -306,13 +303,13 @@ def test_experts_are_read_one_by_one():
 
 def test_tables_and_defaults_are_of_the_same_architectures():
     # EmbeddingGemma is a Gemma 3 whose configuration says that tokens see both ways.
-    assert {*ARCHITECTURE_OF.values(), "gemma-embedding"} == set(ARCHITECTURES)
+    assert {*map(gguf_of, gguf_model_types()), "gemma-embedding"} == set(ARCHITECTURES)
 
 
 # Kimi K2 has no class of its own there.
-@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURE_OF if kind != "kimi_k2"])
+@pytest.mark.parametrize("kind", [kind for kind in gguf_model_types() if kind != "kimi_k2"])
 def test_defaults_are_those_of_transformers(kind):
-    ours = ModelConfig.by_model_type[kind].defaults()
+    ours = next(of_model_type(kind)).config.defaults()
 
     def defaults():
         made = transformers.CONFIG_MAPPING[kind]()
@@ -542,7 +539,7 @@ def test_the_least_sum_of_experts_shares_of_ernie_is_the_usual_one():
     ("kind", "usual"), [("nomic_bert", "silu"), ("jina_embeddings_v3", "gelu")]
 )
 def test_the_activation_of_an_encoder_is_llama_cpps(kind, usual):
-    family = next(one for one in FAMILIES if one.model_type == kind)
+    family = next(one for one in all_families() if one.model_type == kind)
     config = {
         "architectures": list(family.architectures[:1]), "model_type": kind, "vocab_size": 64,
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from ....errors import CheckpointFormatError
-from ...config import ModelConfig
 from ...multimodal import text_settings
+from ...registry import gguf_model_types, gguf_of, of_model_type
 from ..metadata import MAX_EXPERTS, unsupported
-from ..table import ARCHITECTURE_OF as ARCHITECTURE_OF
-from ..table import TABLES, GGUFTable
+from ..table import GGUFTable, table_of
 from .rope import rope_divisors
 
 _TANH = "gelu_pytorch_tanh"
@@ -109,9 +108,8 @@ def has_architecture(config: Mapping[str, Any]) -> bool:
         >>> has_architecture({"model_type": "qwen3"}), has_architecture({"model_type": "opt"})
         (True, False)
     """
-    from ... import registry as _  # noqa: F401 as in read_config
-
-    return config.get("model_type") in ARCHITECTURE_OF
+    kind = config.get("model_type")
+    return isinstance(kind, str) and gguf_of(kind) is not None
 
 
 def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
@@ -127,19 +125,16 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         >>> model.architecture, model.config.num_hidden_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
-    # Importing all families registers their GGUF tables, whatever was imported before.
-    from ... import registry as _  # noqa: F401
-
     try:
         config = text_settings(config)
     except ValueError as error:
         raise CheckpointFormatError(str(error), path=path) from None
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in ARCHITECTURE_OF:
-        known = ", ".join(ARCHITECTURE_OF)
+    if not isinstance(kind, str) or (architecture := gguf_of(kind)) is None:
+        known = ", ".join(gguf_model_types())
         what = f"model_type {str(kind)[:80]!r} in a GGUF file (maxjax supports {known})"
         raise unsupported(what, path)
-    architecture, family = ARCHITECTURE_OF[kind], ModelConfig.by_model_type[kind]
+    family = next(of_model_type(kind)).config
     if kind == "gemma3_text" and config.get("use_bidirectional_attention"):
         architecture = "gemma-embedding"
     values = {**family.defaults(), **config}
@@ -151,7 +146,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         said = [config[name] for name in (key, *others) if config.get(name) is not None]
         if others and said:
             values[key] = said[0]
-    table = TABLES.get(architecture)
+    table = table_of(architecture)
     read: Any = family.from_dict(config, path=path)
     if table is not None and table.instead is not None and (other := table.instead(read)):
         architecture, changed = other

@@ -9,9 +9,10 @@ Source: ``load_hparams``, ``load_tensors`` and the graphs in ``src/llama-model.c
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ..by_architecture import ByArchitecture
 from ..metadata import short, unsupported
 
 _COMMON = """
@@ -27,7 +28,7 @@ _SWA = "attention.sliding_window attention.sliding_window_pattern final_logit_so
 _MOE = "expert_feed_forward_length"
 
 # The keys of each architecture, without the prefix of its name.
-READ: MutableMapping[str, frozenset[str]] = {
+_KEYS = {
     name: frozenset([*_COMMON, *keys.split()])
     for name, keys in {
         "llama": _RMS,
@@ -43,6 +44,8 @@ READ: MutableMapping[str, frozenset[str]] = {
         "bert": f"{_MEAN} attention.causal pooling_type",
     }.items()
 }
+READ = ByArchitecture(_KEYS, lambda family: frozenset([*_COMMON, *family.gguf.keys_read]))
+
 # Keys that maxjax reads and llama.cpp does not. They are written, with a warning about what is lost.
 _SAID = {
     "attention.sliding_window": "ignores the sliding window of such a model: its results differ for "
@@ -51,40 +54,18 @@ _SAID = {
 }
 # The tensors that may have a bias in an architecture. In one that is not listed, all may have one.
 _HEADS = ("attn_q", "attn_k", "attn_v")
-_BIASES: MutableMapping[str, Collection[str]] = {
+_BUILT_IN_BIASES: Mapping[str, Collection[str]] = {
     "llama": (*_HEADS, "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "qwen2": _HEADS, "qwen2moe": _HEADS,
     "qwen3": (), "qwen3moe": (), "gemma": (), "gemma2": (), "gemma3": (),
     "gemma-embedding": (),
 }  # fmt: skip
-# Architectures whose head is always the embedding table, whatever else is in the file.
-_TIED = {"gemma", "gemma2"}
-# Architectures whose RoPE frequencies may have divisors.
-_DIVIDED = {"llama"}
+_BIASES = ByArchitecture(_BUILT_IN_BIASES, lambda family: family.gguf.biases)
+# Whether the head is always the embedding table, whatever else is in the file.
+_TIED = ByArchitecture({"gemma": True, "gemma2": True}, lambda family: family.gguf.is_tied)
+# Whether RoPE's frequencies may have divisors.
+_DIVIDED = ByArchitecture({"llama": True}, lambda family: family.gguf.is_divided)
 _LAYER = re.compile(r"blk\.\d+\.")
-
-
-def describe(
-    architecture: str,
-    keys: Collection[str],
-    biases: Collection[str],
-    *,
-    is_tied: bool = False,
-    is_divided: bool = False,
-) -> None:
-    """Adds an architecture of a Llama-like decoder.
-
-    Args:
-        architecture: GGUF's name of the architecture.
-        keys: metadata keys that llama.cpp reads beside those of all decoders.
-        biases: tensors of a layer whose biases llama.cpp reads.
-        is_tied: whether the head is always the embedding table.
-        is_divided: whether RoPE's frequencies may have divisors.
-    """
-    READ[architecture] = frozenset([*_COMMON, *keys])
-    _BIASES[architecture] = tuple(biases)
-    for of, names in ((is_tied, _TIED), (is_divided, _DIVIDED)):
-        (names.add if of else names.discard)(architecture)
 
 
 def check_read(
@@ -140,9 +121,9 @@ def _has_no_effect(key: str, value: Any, keys: Mapping[str, Any]) -> bool:
 
 def _tensors(architecture: str, tensors: Collection[str]) -> Iterator[str]:
     """The problems that llama.cpp would have with the tensors of a file, as text."""
-    if architecture in _TIED and "output.weight" in tensors:
+    if _TIED.get(architecture) and "output.weight" in tensors:
         yield "a separate head ('output.weight')"
-    if architecture not in _DIVIDED and "rope_freqs.weight" in tensors:
+    if not _DIVIDED.get(architecture) and "rope_freqs.weight" in tensors:
         yield "rope with a divisor for each frequency"
     known = _BIASES.get(architecture)
     for name in tensors:

@@ -10,13 +10,14 @@ reader, ``Keys`` in gguf-py's ``constants.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ....errors import CheckpointFormatError
+from ..by_architecture import ByArchitecture
 from ..metadata import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -403,7 +404,7 @@ _SILU: Config = {"hidden_act": "silu"}
 _QWEN: Config = {**_SILU, "use_sliding_window": False}
 _SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
-MODELS: MutableMapping[str, Architecture] = {
+_BUILT_IN = {
     name: Architecture(
         model_type, architecture, MetadataTable(fixed=fixed, read=read), name not in ("gpt2", "bert")
     )
@@ -430,3 +431,6 @@ MODELS: MutableMapping[str, Architecture] = {
         ),
     }.items()
 }  # fmt: skip
+MODELS = ByArchitecture(
+    _BUILT_IN, lambda family: Architecture(family.model_type, family.architectures[0], family.gguf)
+)

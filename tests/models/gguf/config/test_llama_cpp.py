@@ -10,7 +10,6 @@ import logging
 import pytest
 
 import maxjax
-import maxjax.models.registry
 from maxjax.checkpoint import convert
 from maxjax.errors import UnsupportedModelError
 from maxjax.graph.weights import load_weights

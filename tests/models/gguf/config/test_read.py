@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import maxjax.models.registry  # noqa: F401 the tables of all families
 from maxjax.errors import (
     CheckpointError,
     CheckpointFormatError,

@@ -1,0 +1,39 @@
+"""Writes maxjax/models/__init__.pyi: the names of the package for type checkers.
+
+It has the imports of ``__init__.py`` and the classes of the registry's models.
+
+Usage::
+
+    python scripts/models_stub.py
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from maxjax.models.registry import classes
+
+FOLDER = Path(__file__).resolve().parent.parent / "maxjax" / "models"
+
+
+def stub() -> str:
+    """Return the text of the stub.
+
+    Example:
+        >>> "from .llama import Llama as Llama" in stub()
+        True
+    """
+    tree = ast.parse((FOLDER / "__init__.py").read_text())
+    checked = next(node for node in tree.body if isinstance(node, ast.If))
+    lines = [ast.unparse(node) for node in checked.body]
+    for file, names in classes().items():
+        lines += [f"from .{file} import {name} as {name}" for name in names.split()]
+    return "# Written by scripts/models_stub.py.\n" + "\n".join(sorted(lines)) + "\n"
+
+
+if __name__ == "__main__":
+    (FOLDER / "__init__.pyi").write_text(stub())

@@ -1,0 +1,87 @@
+"""The registry of model families agrees with their files, and imports no other file."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import maxjax.models
+from maxjax.errors import UserInputError
+from maxjax.models import Llama, LlamaConfig, all_families, find_family, register, registry
+from maxjax.models.gguf.table import table_of
+from maxjax.models.registry import ENTRIES, gguf_architectures, gguf_of
+
+
+@pytest.fixture(autouse=True)
+def entries():
+    before = dict(ENTRIES)
+    yield
+    ENTRIES.clear()
+    ENTRIES.update(before)
+
+
+def test_entries_have_the_names_of_their_families():
+    for (key, entry), family in zip(ENTRIES.items(), all_families(), strict=True):
+        names = entry.model_type, tuple(entry.architectures.split())
+        assert names == (family.model_type, family.architectures), key
+        if family.gguf is not None:
+            assert entry.gguf.split()[:1] == [family.gguf.architecture]
+            for model_type in family.gguf.model_types:
+                assert gguf_of(model_type) == family.gguf.architecture
+    assert len({name for name in gguf_architectures() if table_of(name) is not None}) > 40
+
+
+def test_each_file_with_a_model_is_listed():
+    folder = Path(registry.__file__).parent
+    files = {
+        path.stem
+        for path in folder.glob("*.py")
+        if re.search(r"^\w+ = \w+\.family = ", path.read_text(), re.M)
+    }
+    assert files == {key.split(".")[0] for key in ENTRIES}
+
+
+def test_names_of_the_package_are_the_classes():
+    for file, names in registry.classes().items():
+        for name in names.split():
+            found = getattr(maxjax.models, name)
+            assert (found.__name__, found.__module__) == (name, f"maxjax.models.{file}")
+
+
+@pytest.mark.parametrize(
+    "config, files",
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, {"llama"}),
+        ({"model_type": "smollm3"}, {"smollm3"}),
+        ({"architectures": ["LlamaForSequenceClassification"]}, {"llama"}),
+    ],
+)
+def test_finding_a_family_imports_its_file_only(config, files):
+    code = f"import sys, maxjax.models; maxjax.models.find_family({config}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = set(re.findall(r"maxjax\.models\.(\w+)\s", done.stdout))
+    assert found & {key.split(".")[0] for key in ENTRIES} == files
+
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+
+class Mine(Llama):
+    pass
+
+
+def test_a_model_class_is_registered_with_its_family():
+    with pytest.raises(UserInputError, match="Mine has no family of its own"):
+        register(Mine)
+    Mine.family = Llama.family.like(Mine, MineConfig)
+    assert register(Mine) is Mine
+    assert find_family({"architectures": ["MineForCausalLM"]}) is Mine.family
+    assert find_family({"model_type": "mine"}).config is MineConfig
+    assert all_families()[-1] is Mine.family
+    Mine.family = Llama.family.like(Mine, LlamaConfig, "LlamaForCausalLM")
+    register(Mine)
+    assert find_family({"model_type": "llama"}) is Mine.family
+    assert gguf_of("llama") == "llama"
