@@ -55,11 +55,11 @@ def check_bounds(
     limits = {"axis": (max(tensors[longest], default=0), f"the longest axis of '{longest}'")}
     if layers:
         limits["layers"] = (max(layers) + 1, "the number of layers in the tensors' names")
-    raw, unused = config.counted(raw)
+    raw = config.bounded_sizes(raw)
     for field in dataclasses.fields(config):
         key = field.metadata.get("key") or field.name
         limit = limits.get(field.metadata.get("held") or "")
-        if limit is None or key in unused:
+        if limit is None:
             continue
         most, what = limit
         for name in (key, *field.metadata.get("also", ())):

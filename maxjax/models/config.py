@@ -153,9 +153,9 @@ class ModelConfig:
         return raw
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """For ``check_bounds``: the settings to compare with the tensors, and keys that the model ignores."""
-        return raw, frozenset()
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings of a file that ``check_bounds`` compares with its tensors: those that the model uses."""
+        return raw
 
     @classmethod
     def from_dict(

@@ -152,6 +152,8 @@ class DebertaV2Model(Encoder):
     def make(self, config: DebertaV2Config, types: Types) -> None:
         """Makes embeddings and layers."""
         positions = config.max_position_embeddings if config.position_biased_input else 0
+        if not positions:  # some files have such a table all the same
+            self.unused_tensors = ("*.position_embeddings.*",)
         self.embeddings = EncoderEmbeddings(
             config, types, positions=positions, token_types=config.type_vocab_size
         )
@@ -160,10 +162,6 @@ class DebertaV2Model(Encoder):
     def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
         return self.encoder(self.embeddings(input_ids, types, positions), mask)
-
-    def leaves_out(self, name: str) -> bool:
-        """Whether a tensor is an unused table of position embeddings, which some files have."""
-        return self.embeddings.position_embeddings is None and ".position_embeddings." in name
 
 
 class DebertaV2ForSequenceClassification(DebertaV2Model):

@@ -286,8 +286,10 @@ class PretrainedModel(Module):
     _config_text: str | None = None
     # What else the checkpoint holds that the model was loaded from: saved with it; None: nothing.
     unloaded: Any = None
-    # Settings of generate, embed and save_pretrained: compiled programs stay valid when they change.
-    _mx_unread = frozenset({"_config_text", "generation", "pooling", "unloaded"})
+    # Patterns of tensors that a checkpoint may hold and that this model has no use for; ``*`` matches anything.
+    unused_tensors: tuple[str, ...] = ()
+    # Settings of load, generate, embed and save_pretrained: compiled programs stay valid when they change.
+    _mx_unread = frozenset({"_config_text", "generation", "pooling", "unloaded", "unused_tensors"})
 
     @classmethod
     def of_checkpoint(
@@ -347,17 +349,14 @@ class PretrainedModel(Module):
             _LOG.warning(what, path, type(self).__name__, some(heads, 3))
         try:
             found = self._tied(self.family.adapt(found), tie)
-            found = {name: value for name, value in found.items() if not self.leaves_out(name)}
+            unused = matcher(self.unused_tensors)
+            found = {name: value for name, value in found.items() if not unused.fullmatch(name)}
             return super().load_state_dict(self._decoded(found), **options)
         except ValueError as error:
             if path is None or getattr(error, "path", None) is not None:
                 raise
             problem = str(error).removesuffix(".")
             raise CheckpointMismatchError(problem, path=path) from None
-
-    def leaves_out(self, name: str) -> bool:
-        """Whether a tensor of this name is ignored when a checkpoint is loaded: the model has no use for it."""
-        return False
 
     def _tied(self, found: Mapping[str, Any], tie: bool | None) -> Mapping[str, Any]:
         """The values that a tied model loads, without those of its head."""

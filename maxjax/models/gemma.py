@@ -94,7 +94,7 @@ class GemmaConfig(LanguageModelConfig):
     num_key_value_heads: int = size(default=None)
     head_dim: int = size(default=256)
     hidden_act: str = _GELU
-    max_position_embeddings: int = 8192
+    max_position_embeddings: int = config_field(8192, minimum=1)
     rms_norm_eps: float = 1e-6
     rope_parameters: Rope = Rope(theta=10_000.0)
     attention_bias: bool = False
@@ -274,7 +274,7 @@ class Gemma2Config(LanguageModelConfig):
     num_key_value_heads: int = size(default=None)
     head_dim: int = size(default=256)
     hidden_activation: str = _GELU
-    max_position_embeddings: int = 8192
+    max_position_embeddings: int = config_field(8192, minimum=1)
     rms_norm_eps: float = 1e-6
     rope_parameters: Rope = Rope(theta=10_000.0)
     attention_bias: bool = False
@@ -435,7 +435,7 @@ class Gemma3Config(LanguageModelConfig):
     num_key_value_heads: int = size(default=None)
     head_dim: int = size(default=256)
     hidden_activation: str = _GELU
-    max_position_embeddings: int = 131_072
+    max_position_embeddings: int = config_field(131_072, minimum=1)
     rms_norm_eps: float = 1e-6
     rope_parameters: Rope = Rope(theta=1_000_000.0)
     local_rope_parameters: Rope = Rope(theta=10_000.0)

@@ -104,10 +104,10 @@ class Gemma4Config(SharingConfig, ExpertsBeside):
         return found | sizes_of_full(raw, found.get("slides") or (), _OWN_SIZES)
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`DecoderConfig.counted`, with the sizes of layers with full attention from ``per_layer_config``."""
-        raw, unused = super().counted(raw)
-        return {**raw, **first_sizes(raw, _OWN_SIZES)}, unused
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """:meth:`ModelConfig.bounded_sizes`, with the sizes of layers with full attention from ``per_layer_config``."""
+        raw = super().bounded_sizes(raw)
+        return {**raw, **first_sizes(raw, _OWN_SIZES)}
 
 
 class Gemma4Layer(SharingLayer):

@@ -234,12 +234,12 @@ class SharingConfig(_Gemma3Config):
         return tuple((near, i >= self.first_sharing) for i, near in enumerate(self.slides))
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`DecoderConfig.counted`; without per-layer embeddings their number is not compared."""
-        raw, unused = super().counted(raw)
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """:meth:`ModelConfig.bounded_sizes`; without per-layer embeddings their number is not compared."""
+        raw = super().bounded_sizes(raw)
         if raw.get("hidden_size_per_layer_input") == 0:
-            unused |= {"vocab_size_per_layer_input"}
-        return raw, unused
+            return {key: raw[key] for key in raw if key != "vocab_size_per_layer_input"}
+        return raw
 
     def of_layer(self, number: int) -> Self:
         """The settings of layer ``number``, with ``shares`` set."""
@@ -369,11 +369,10 @@ class SharingDecoder(Decoder):
     layer_class: ClassVar[Any] = SharingLayer
     model_class: ClassVar[Any] = SharingModel
 
-    def leaves_out(self, name: str) -> bool:
-        """Whether a tensor belongs to keys or values of a layer that reads those of another layer."""
-        parts = name.split(".")
-        if len(parts) < 5 or parts[:2] != ["model", "layers"] or not parts[2].isdecimal():
-            return False
-        is_kv = parts[3] == "self_attn" and parts[4] in ("k_proj", "v_proj", "k_norm", "v_norm")
-        config: Any = self.config
-        return is_kv and config.first_sharing <= int(parts[2]) < config.num_hidden_layers
+    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+        super().__init__(config, dtype, stacked=stacked)
+        self.unused_tensors = tuple(
+            f"model.layers.{layer}.self_attn.{part}.*"
+            for layer in range(config.first_sharing, config.num_hidden_layers)
+            for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+        )

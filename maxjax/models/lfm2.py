@@ -67,12 +67,12 @@ class LFM2Config(DecoderConfig):
         return {ShortConv.group: ShortConv.kept(self)}
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`ModelConfig.counted`, with the MLP's size computed from the size in the file."""
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """:meth:`ModelConfig.bounded_sizes`, with the MLP's size computed from the size in the file."""
         try:
-            return {**raw, "intermediate_size": _inner(raw)}, frozenset()
+            return {**raw, "intermediate_size": _inner(raw)}
         except (ValueError, OverflowError):  # from_dict reports it
-            return raw, frozenset()
+            return raw
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

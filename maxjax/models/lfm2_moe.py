@@ -46,9 +46,9 @@ class LFM2MoEConfig(LFM2Config, MoEConfig):
         return tuple(zip(self.convolves, self.sparse, strict=True))
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`DecoderConfig.counted`: the MLP's size is not adjusted."""
-        return super(LFM2Config, cls).counted(raw)
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """:meth:`ModelConfig.bounded_sizes`: the MLP's size is not adjusted."""
+        return super(LFM2Config, cls).bounded_sizes(raw)
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

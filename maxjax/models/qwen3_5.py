@@ -58,9 +58,9 @@ class Qwen35Config(Qwen3NextConfig):
     shared_size: int | None = own(None)
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`ModelConfig.counted`: all numbers are compared."""
-        return raw, frozenset()
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """:meth:`ModelConfig.bounded_sizes`: all numbers are compared."""
+        return raw
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

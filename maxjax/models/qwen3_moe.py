@@ -51,13 +51,15 @@ class Qwen3MoEConfig(MoEConfig):
     qk_norm: bool = own(True)
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`ModelConfig.counted`; ``intermediate_size`` is not compared if every layer has experts."""
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """:meth:`ModelConfig.bounded_sizes`, without ``intermediate_size`` if every layer has experts."""
         try:
             sparse = sparse_layers(raw, cls.value(raw, "num_experts"))
         except ValueError:
             sparse = ()
-        return raw, frozenset({"intermediate_size"} if sparse and all(sparse) else ())
+        if sparse and all(sparse):
+            return {key: raw[key] for key in raw if key != "intermediate_size"}
+        return raw
 
     @classmethod
     def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

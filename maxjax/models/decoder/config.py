@@ -240,12 +240,12 @@ class DecoderConfig(LanguageModelConfig):
         return found
 
     @classmethod
-    def counted(cls, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """:meth:`ModelConfig.counted`; for a multimodal model, with the text model's settings."""
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """:meth:`ModelConfig.bounded_sizes`; for a multimodal model, the text model's settings."""
         try:
-            return text_settings(raw), frozenset()
+            return text_settings(raw)
         except ValueError:  # from_dict says so
-            return {}, frozenset()
+            return {}
 
     @classmethod
     def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
