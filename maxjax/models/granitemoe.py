@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily, Together
-from .decoder.experts import MoEConfig, SparseMLP
+from .decoder.experts import MixtralLayer, MoEConfig, SparseMLP
 from .decoder.model import Decoder
 from .gguf.architectures.granite import GRANITEMOE_GGUF
-from .mixtral import MixtralLayer
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from ..graph.weight.weight import Weight
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
+from .decoder.experts import MAPS_W, MixtralLayer, MoEConfig, SparseMLP
 from .decoder.model import Decoder
 from .gguf.architectures.minimax_m2 import MINIMAX_M2_GGUF
-from .mixtral import MixtralLayer
 from .parts.rotary import Rope, read_rope
 
 

@@ -16,10 +16,9 @@ from ..nn.rope_scaling import LongRoPEScalingParams
 from .config import setting
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import MAPS_W, MoEConfig, SparseMLP
+from .decoder.experts import MAPS_W, MixtralLayer, MoEConfig, SparseMLP
 from .decoder.model import Decoder
 from .encoder.config import refuse
-from .mixtral import MixtralLayer
 from .parts.rotary import rope_settings
 
 

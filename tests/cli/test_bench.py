@@ -60,11 +60,16 @@ def test_bytes_that_a_step_reads(model):
 
 
 def test_bytes_of_experts():
-    from maxjax.models.decoder.experts import MoEConfig
-    from maxjax.models.mixtral import Mixtral
+    from maxjax.models import Mixtral, MixtralConfig
 
-    config = MoEConfig(
-        64, 16, 24, num_hidden_layers=1, num_attention_heads=2, num_experts=8, num_experts_per_tok=2
+    config = MixtralConfig(
+        64,
+        16,
+        24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
     )
     model = Mixtral(config)
     for weight in model.raw_state_dict().values():

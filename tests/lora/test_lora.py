@@ -319,7 +319,7 @@ def test_experts_are_refused_and_tied_weights_not_merged():
     sizes = {
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
-        "num_experts": 2,
+        "num_local_experts": 2,
         "num_experts_per_tok": 1,
     }
     mixtral = Mixtral(MixtralConfig(64, 8, 16, **sizes))
@@ -510,7 +510,7 @@ def test_adapters_of_experts_are_refused_where_they_are_loaded(tmp_path):
     sizes = {
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
-        "num_experts": 2,
+        "num_local_experts": 2,
         "num_experts_per_tok": 1,
     }
     model = filled(Mixtral(MixtralConfig(64, 32, 48, **sizes)))

@@ -389,23 +389,27 @@ RAW = {
 }  # fmt: skip
 
 
-def test_defaults_are_those_of_transformers():
-    for config, other in (
-        (MixtralConfig.from_dict(RAW), settings_of("MixtralConfig", RAW)),
-        (Qwen3MoEConfig.from_dict(RAW), settings_of("Qwen3MoeConfig", RAW)),
-    ):
-        assert config.kv_heads == other.num_key_value_heads
-        assert config.num_experts == other.num_local_experts
-        for name in (
-            "num_experts_per_tok max_position_embeddings rms_norm_eps sliding_window hidden_act"
-            " tie_word_embeddings"
-        ).split():
-            assert getattr(config, name) == getattr(other, name), name
-        assert config.rope.theta == other.rope_parameters["rope_theta"]
-    assert config.expert_size == other.moe_intermediate_size
-    assert config.norm_topk_prob == other.norm_topk_prob
+def test_defaults_of_mixtral_are_those_of_transformers():
+    config, other = MixtralConfig.from_dict(RAW), settings_of("MixtralConfig", RAW)
+    for name in (
+        "num_key_value_heads num_local_experts num_experts_per_tok max_position_embeddings rms_norm_eps"
+        " sliding_window hidden_act tie_word_embeddings"
+    ).split():
+        assert getattr(config, name) == getattr(other, name), name
+    assert config.rope_parameters.theta == other.rope_parameters["rope_theta"]
     found = MixtralConfig.from_dict({**RAW, "num_key_value_heads": None, "num_experts": 4})
-    assert found.kv_heads == 32 and found.num_experts == 4
+    assert found.num_key_value_heads == 32 and found.num_local_experts == 4
+
+
+def test_defaults_of_qwen_are_those_of_transformers():
+    config, other = Qwen3MoEConfig.from_dict(RAW), settings_of("Qwen3MoeConfig", RAW)
+    for name in (
+        "num_key_value_heads num_experts_per_tok max_position_embeddings rms_norm_eps sliding_window"
+        " hidden_act tie_word_embeddings moe_intermediate_size norm_topk_prob"
+    ).split():
+        assert getattr(config, name) == getattr(other, name), name
+    assert config.num_experts == other.num_local_experts
+    assert config.rope.theta == other.rope_parameters["rope_theta"]
     assert Qwen3MoEConfig.from_dict({**RAW, "num_local_experts": 16}).num_experts == 16
 
 

@@ -167,5 +167,7 @@ def test_attention_both_ways_for_embeddings(tmp_path):
     np.testing.assert_allclose(found[2, :6], found[0, :6], atol=1e-5)
     with pytest.raises(UserInputError, match="'is_causal' is false.*maxjax.embed"):
         model(ids, model.cache(3, 16))
-    with pytest.raises(UnsupportedModelError, match="'is_causal' false of a mixtral"):
-        MixtralConfig(9, 8, 8, 1, 1, is_causal=False)
+    with pytest.raises(
+        UnsupportedModelError, match="'is_causal' false is not supported for mixtral"
+    ):
+        MixtralConfig.from_dict({"is_causal": False})

@@ -29,6 +29,7 @@ from ...nn.moe import Experts, Routing, route
 from ...nn.moe.algorithms import Kind
 from ..config import setting
 from ..parts import replicate_over_mesh
+from ..parts.aliases import alias
 from .block import DecoderLayer
 from .config import DecoderConfig, kinds_of, own
 
@@ -321,3 +322,9 @@ class MoELayer(DecoderLayer):
         if config.sparse[number]:
             return self.sparse_class(config, dtype)
         return super().make_mlp(config, number, dtype)
+
+
+class MixtralLayer(MoELayer):
+    """A layer in whose checkpoints the mixture of experts is called ``block_sparse_moe``."""
+
+    mlp = alias("block_sparse_moe")

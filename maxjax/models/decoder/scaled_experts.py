@@ -68,11 +68,10 @@ class ScaledRouter(Module):
         self.epsilon = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[N, E]`` → scores ``[N, X]``."""
+        """``[..., E]`` → scores ``[..., X]``."""
         wide = unit_rms(x.astype(jnp.float32), self.epsilon)
-        scale = jnp.asarray(self.scale).astype(x.dtype)[None] * jnp.asarray(
-            x.shape[-1] ** -0.5, x.dtype
-        )
+        scale = jnp.asarray(self.scale).astype(x.dtype) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        scale = scale.reshape((1,) * (x.ndim - 1) + (-1,))
         return self.proj(wide.astype(x.dtype) * scale)
 
 

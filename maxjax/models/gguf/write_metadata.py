@@ -226,8 +226,8 @@ def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any
 
 def _experts(model: FamilyConfig) -> dict[str, Any]:
     size = model.config
-    found = {"expert_count": size.num_experts, "expert_used_count": size.num_experts_per_tok}
-    if size.moe_intermediate_size:
+    found = {"expert_count": model.experts, "expert_used_count": size.num_experts_per_tok}
+    if getattr(size, "moe_intermediate_size", None):
         found["expert_feed_forward_length"] = size.moe_intermediate_size
     if model.architecture == "qwen2moe":
         found["expert_shared_feed_forward_length"] = size.shared_size

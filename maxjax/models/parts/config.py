@@ -134,6 +134,19 @@ class LanguageModelConfig(ModelConfig):
             raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
         for rope in _ropes_of(self):
             rope.check(self.rope_width)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raise ValueError if a token chooses more experts than a layer has."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        name = next((name for name in names if hasattr(self, name)), None)
+        if name is None or not any(map(self.is_sparse, range(self.num_hidden_layers))):  # type: ignore[attr-defined]
+            return
+        count, chosen = getattr(self, name), self.num_experts_per_tok  # type: ignore[attr-defined]
+        if chosen > count:
+            raise ValueError(
+                f"'num_experts_per_tok' {chosen} is more than '{self.key_of(name)}' {count}"
+            )
 
     # --- what the cache and the engine need
 
@@ -152,6 +165,10 @@ class LanguageModelConfig(ModelConfig):
         kinds = getattr(self, "layer_types", None)
         window = getattr(self, "sliding_window", None)
         return window if kinds is None or kinds[layer] == SLIDING else None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer of a model with experts has experts in place of its MLP; all have by default."""
+        return True
 
     def states(self, layer: int) -> Mapping[str, KeysValues | States | Shared]:
         """What the cache holds for a layer, by the name of the layer's group in the cache."""

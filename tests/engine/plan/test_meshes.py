@@ -27,7 +27,11 @@ def llama(**options):
 
 def mixtral():
     config = MixtralConfig(
-        **SIZES, num_attention_heads=8, num_key_value_heads=8, num_experts=4, num_experts_per_tok=2
+        **SIZES,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     )
     return Mixtral(config, "bfloat16")
 

@@ -31,8 +31,10 @@ MESHES = [
 
 
 def made(experts=8, stacked=True, kind=Mixtral, **more):
-    config = MixtralConfig if kind is Mixtral else Qwen3MoEConfig
-    sizes = {**SIZES, "num_experts": experts, **more}
+    config, count = (
+        (MixtralConfig, "num_local_experts") if kind is Mixtral else (Qwen3MoEConfig, "num_experts")
+    )
+    sizes = {**SIZES, count: experts, **more}
     model = kind(config(48, 16, 24, **sizes), "float32", stacked=stacked)
     return filled(model, scale=0.2)[0]
 
@@ -94,9 +96,9 @@ def test_what_lies_where():
     for leaf in experts_of(model):
         assert leaf.sharding.spec[:2] == (None, "expert") and "model" in leaf.sharding.spec
         assert leaf.addressable_shards[0].data.size == leaf.size // 8
-    expert = model.model.layers[1].mlp.experts[5]
+    expert = model.model.layers[1].block_sparse_moe.experts[5]
     np.testing.assert_array_equal(
-        expert.w2.weight.value, made().model.layers[1].mlp.experts[5].w2.weight.value
+        expert.w2.weight.value, made().model.layers[1].block_sparse_moe.experts[5].w2.weight.value
     )
     assert {spec[1] for spec in [model.cache(8, 4).keys.sharding.spec]} == {"expert"}
     plan = maxjax.plan(made(), {"expert": 4, "model": 2})

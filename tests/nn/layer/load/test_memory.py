@@ -100,7 +100,7 @@ def test_a_device_holds_some_of_the_experts(free):
     sizes = {
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "num_experts": 4,
+        "num_local_experts": 4,
         "num_experts_per_tok": 2,
     }
     model = Mixtral(MixtralConfig(32, 16, 32, **sizes)).to(make_mesh(expert=2))

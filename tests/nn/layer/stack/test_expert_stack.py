@@ -28,7 +28,7 @@ CONFIG = MixtralConfig(
     num_hidden_layers=L,
     num_attention_heads=2,
     num_key_value_heads=2,
-    num_experts=X,
+    num_local_experts=X,
     num_experts_per_tok=2,
 )
 PARTS = {"w1": (F, E), "w2": (E, F), "w3": (F, E)}
@@ -88,7 +88,7 @@ def test_experts_have_names_values_and_random_draws_of_their_own():
 def test_views(stacked):
     model = made(stacked)
     arrays, (name, leaf) = leaves(model), next(n for n in leaves(model).items() if "w3" in n[0])
-    expert = model.model.layers[1].mlp.experts[2]
+    expert = model.model.layers[1].block_sparse_moe.experts[2]
     at = (1, 2) if stacked else 2
     leaf = leaf if stacked else arrays[name.replace("layers.0", "layers.1")]
     np.testing.assert_array_equal(expert.w3.weight.value, leaf[at])
@@ -98,7 +98,7 @@ def test_views(stacked):
     expected = np.array(leaf)
     expected[at] = 7
     np.testing.assert_array_equal(changed, expected)
-    assert expert is model.model.layers[1].mlp.experts[2]
+    assert expert is model.model.layers[1].block_sparse_moe.experts[2]
     assert model.raw_state_dict()[name_of(1, 2, "w3")] is expert.w3.weight
     with pytest.raises(ValueError, match="belongs to a LayerStack"):
         expert.w3.weight.sharding_strategy = None
@@ -112,30 +112,32 @@ def test_a_layer_alone_has_its_part_of_the_stack():
     whole = leaves(model)["model.layers.*.block_sparse_moe.experts.*.w2.weight"]
     np.testing.assert_array_equal(found["block_sparse_moe.experts.*.w2.weight"], whole[2])
     again = jax.tree.map(lambda a: a + 1, layer)
-    np.testing.assert_array_equal(again.mlp.experts[3].w2.weight.value, whole[2, 3] + 1)
+    np.testing.assert_array_equal(
+        again.block_sparse_moe.experts[3].w2.weight.value, whole[2, 3] + 1
+    )
     x = jnp.ones((2, E))
     run = jax.jit(lambda mlp, x: mlp(x))
-    moe = made(stacked=False).model.layers[2].mlp
-    np.testing.assert_array_equal(run(layer.mlp, x), run(moe, x))
+    moe = made(stacked=False).model.layers[2].block_sparse_moe
+    np.testing.assert_array_equal(run(layer.block_sparse_moe, x), run(moe, x))
 
 
 def test_rebuilt_models_see_their_own_values():
     model = jax.tree.map(lambda a: a * 2, made())
     same({n: a * 2 for n, a in state(made()).items()}, state(model))
-    experts = model.model.layers[1].mlp.experts
+    experts = model.model.layers[1].block_sparse_moe.experts
     assert len(experts) == X and isinstance(experts, ExpertStack)
     assert experts[0].w1.weight.name == name_of(1, 0, "w1")
 
 
 def test_unstacked_and_stacked_again():
     model, before = made(), state(made())
-    held = model.model.layers[1].mlp.experts[3].w1.weight
+    held = model.model.layers[1].block_sparse_moe.experts[3].w1.weight
     with pytest.raises(ValueError, match="belongs to a LayerStack"):
-        model.model.layers[1].mlp.experts.unstack()
+        model.model.layers[1].block_sparse_moe.experts.unstack()
     model.unstack()
     same(state(model), before)
-    assert model.model.layers[1].mlp.experts[3].w1.weight is held
-    assert isinstance(model.model.layers[1].mlp.experts, ExpertStack)
+    assert model.model.layers[1].block_sparse_moe.experts[3].w1.weight is held
+    assert isinstance(model.model.layers[1].block_sparse_moe.experts, ExpertStack)
     held.value = held.value + 1
     before[name_of(1, 3, "w1")] = before[name_of(1, 3, "w1")] + 1
     same(state(model.stack()), before)
@@ -154,9 +156,9 @@ def test_unstacked_and_stacked_again():
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(stacked, how):
     model = made(stacked)
-    model.model.layers[1].mlp.experts[2]  # a view that exists
+    model.model.layers[1].block_sparse_moe.experts[2]  # a view that exists
     new, before = how(model), state(model)
-    new.model.layers[1].mlp.experts[2].w1.weight.value = jnp.zeros((F, E))
+    new.model.layers[1].block_sparse_moe.experts[2].w1.weight.value = jnp.zeros((F, E))
     same(state(model), before)
     before[name_of(1, 2, "w1")] = np.zeros((F, E), np.float32)
     same(state(new), before)
@@ -228,7 +230,7 @@ def test_experts_in_different_encodings_are_a_list():
     assert moe[1].weight.quantization_encoding is kind and moe[1].weight.dtype is DType.uint8
     assert jax.tree.leaves(moe)[0].shape == (2, F, 34)
     with pytest.raises(ValueError, match="belongs to a LayerStack"):
-        model.model.layers[0].mlp.experts.holder("w1.weight").redeclare(
+        model.model.layers[0].block_sparse_moe.experts.holder("w1.weight").redeclare(
             DType.bfloat16, (F, E), None
         )
     assert isinstance(moe[0].weight, Weight)
