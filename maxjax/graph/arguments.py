@@ -31,7 +31,7 @@ def _primitive() -> Any:
     return primitive
 
 
-class Arguments:
+class TraceArguments:
     """The arguments that are added to the function being traced. It is made where the trace begins.
 
     Attributes:

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
-from .arguments import Arguments, used_arguments, with_arguments
+from .arguments import TraceArguments, used_arguments, with_arguments
 from .buffer import BufferValue
 from .kind import returning_values
 from .reroll import reroll
@@ -76,7 +76,7 @@ class GraphWeight:
         is_leaf: whether JAX has only taken it as a leaf of a pytree, and may not have used it.
     """
 
-    def __init__(self, weight: Weight | StackedWeight, arguments: Arguments):
+    def __init__(self, weight: Weight | StackedWeight, arguments: TraceArguments):
         self.weight, stored = weight, weight.stored
         self.names = [RUNNING.name_of(one) for one in stored.weights]
         # Keys of a registry: the state dict of a child has a shorter name, and a Weight may have a name of its own.
@@ -248,7 +248,7 @@ class Graph(Rendered, metaclass=_Meta):
         self._entered.enter_context(returning_values(True))
 
         def body(*tracers: Any) -> Any:
-            self._arguments = Arguments()
+            self._arguments = TraceArguments()
             return block.switch(tracers)
 
         def run() -> Any:

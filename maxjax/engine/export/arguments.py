@@ -33,7 +33,7 @@ from .signature import (
     ArrayKind,
     ModelWeights,
     Signature,
-    Text,
+    Unquoted,
     WeightEntry,
     describe,
     level,
@@ -225,7 +225,7 @@ def _place(weights: ModelWeights, fits: Mapping[str, Fit | jax.Array]) -> list[A
 # --- all arguments --------------------------------------------------------------------------
 
 
-class _Model:
+class _ModelPlace:
     """A model among the arguments, in their tree: the Binder of its arrays."""
 
     def __init__(self, weights: ModelWeights, avals: Sequence[Any]):
@@ -243,7 +243,7 @@ class Arguments:
         # A leaf of the tree is an array's position, or a model.
         numbers = range(len(avals))
         self._plain = signature.restore(
-            numbers, lambda weights, at: _Model(weights, [avals[i] for i in at])
+            numbers, lambda weights, at: _ModelPlace(weights, [avals[i] for i in at])
         )
         flat = signature.restore(numbers, lambda weights, at: at)
         paths, tree = jax.tree_util.tree_flatten_with_path(flat)
@@ -274,7 +274,7 @@ class Arguments:
 
     def _arrange(self, plain: Any, value: Any, path: Path, args: Path) -> Any:
         """The leaves of ``value`` in the containers of ``plain``; ValueError if they do not fit."""
-        if isinstance(plain, _Model):
+        if isinstance(plain, _ModelPlace):
             if not isinstance(value, (Mapping, FileWeights, Module)):
                 raise UserInputError(self._differ(path, args))
             return plain.binder.values(value, f"{_argument(path)} of the exported {self.name}")
@@ -346,9 +346,9 @@ def _argument(path: Path) -> str:
     return f"argument {path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
 
 
-def _described(leaf: Any) -> ArrayKind | Text:
+def _described(leaf: Any) -> ArrayKind | Unquoted:
     is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-    return ArrayKind.of(leaf) if is_array else Text(type(leaf).__name__)
+    return ArrayKind.of(leaf) if is_array else Unquoted(type(leaf).__name__)
 
 
 def cut(text: str, limit: int = 300) -> str:

@@ -99,15 +99,15 @@ class ModelWeights(NamedTuple):
         return {name: found[name] for name in self.weights}
 
 
-class Text(str):
+class Unquoted(str):
     """A string whose repr has no quotes."""
 
     __repr__ = str.__str__
 
 
-def model_text(weights: ModelWeights, leaves: Any) -> Text:
+def model_text(weights: ModelWeights, leaves: Any) -> Unquoted:
     """A model in a description of arguments or results."""
-    return Text(f"model({counted(len(weights.weights), 'weight')})")
+    return Unquoted(f"model({counted(len(weights.weights), 'weight')})")
 
 
 def names_in(leaf: str | tuple[str, ...]) -> tuple[str, ...]:
