@@ -48,6 +48,7 @@ from .parts import (
     config_field,
     constant,
     layer_count,
+    layer_kinds,
     layers,
     merge_heads,
     rope,
@@ -259,7 +260,7 @@ def window_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     raw = with_defaults(raw, {"sliding_window": 4096, "max_window_layers": 28})
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    first, kinds = raw.get("max_window_layers"), raw.get("layer_types")
+    first, kinds = raw.get("max_window_layers"), layer_kinds(raw)
     if kinds is None and type(first) is int:
         slides = [window is not None and i >= first for i in range(layer_count(raw))]
         kinds = [SLIDING if one else FULL for one in slides]

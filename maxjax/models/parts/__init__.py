@@ -22,6 +22,7 @@ from .config import SLIDING as SLIDING
 from .config import LanguageModelConfig as LanguageModelConfig
 from .config import constant as constant
 from .config import layer_count as layer_count
+from .config import layer_kinds as layer_kinds
 from .config import layers as layers
 from .config import size as size
 from .config import with_defaults as with_defaults

@@ -73,6 +73,20 @@ def layer_count(raw: Mapping[str, Any], key: str = "num_hidden_layers") -> int:
     return count if type(count) is int and 0 < count <= _MOST_LAYERS else 0
 
 
+def layer_kinds(raw: Mapping[str, Any], default: Sequence[str] | None = None) -> Any:
+    """Return the list ``layer_types`` of a file, or the default for a file without it.
+
+    Raises:
+        ValueError: it is not a list of strings.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return default
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError("'layer_types' is not a list of strings")
+    return kinds
+
+
 class LanguageModelConfig(ModelConfig):
     """Base class of the configurations of decoders. It declares no fields; its methods use those that there are."""
 
