@@ -91,8 +91,7 @@ def export(
         raise ValueError(f"vjp_order must be an integer of at least 0, not {vjp_order!r}")
     path = writable_path(path)
     chosen = _platforms(platforms)
-    model = _unplaced(model)
-    specs = _unplaced(spec if type(spec) is tuple else (spec,))
+    model, specs = _as_types((model, spec if type(spec) is tuple else (spec,)))
     weights, types = weights_of(model)
     flat: list[Any] = []
     arguments = describe(specs, flat)
@@ -114,20 +113,21 @@ def export(
     _write(path, header, blob)
 
 
-def _unplaced(tree: Any) -> Any:
-    """Models as on one device, because files have no mesh; copies without values of those that were sharded."""
+def _as_types(tree: Any) -> Any:
+    """Models without their values, and as on one device, because files have no mesh; other leaves as they are."""
 
-    def unplaced(value: Any) -> Any:
+    def typed(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
+
+    def without_values(value: Any) -> Any:
         if not isinstance(value, Module):
             return value
-        if all(holder.sharding is None for holder in value._mx_definition()[1]):
-            return value
-        free = jax.tree.map(lambda leaf: leaf, value)
-        for holder in free._mx_definition()[1]:
-            holder.stored.put(holder.stored.blank())
-        return free.to(jax.devices()[0])
+        free = jax.tree.map(typed, value)
+        if any(holder.sharding is not None for holder in free._mx_definition()[1]):
+            free.to(jax.devices()[0])
+        return free
 
-    return jax.tree.map(unplaced, tree, is_leaf=lambda value: isinstance(value, Module))
+    return jax.tree.map(without_values, tree, is_leaf=lambda value: isinstance(value, Module))
 
 
 def _platforms(names: Sequence[str] | str | None) -> tuple[str, ...]:
@@ -178,10 +178,9 @@ def _trace(
 
     run.__name__ = type(called[0]).__name__
     with naming(_sizes(flat)):
-        held = [jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights]
         types = [_type_of_spec(i, kind) for i, kind in enumerate(flat)]
         try:
-            exported = jax_export.export(jax.jit(run), platforms=platforms)(held, types)
+            exported = jax_export.export(jax.jit(run), platforms=platforms)(list(weights), types)
         except jax.errors.InconclusiveDimensionOperation as error:
             raise ValueError(
                 f"{run.__name__} has to know more about a size than its name: {str(error).splitlines()[0]} Give "
