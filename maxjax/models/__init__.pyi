@@ -121,8 +121,8 @@ from .mamba2 import Mamba2 as Mamba2
 from .mamba2 import Mamba2Config as Mamba2Config
 from .minimax_m2 import MiniMaxM2 as MiniMaxM2
 from .minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
-from .mistral import Ministral3 as Ministral3
-from .mistral import Ministral3Config as Ministral3Config
+from .ministral3 import Ministral3 as Ministral3
+from .ministral3 import Ministral3Config as Ministral3Config
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
 from .modernbert import ModernBertConfig as ModernBertConfig

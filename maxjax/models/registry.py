@@ -39,7 +39,9 @@ ENTRIES: dict[str, Entry] = {
     "llama.Mistral": Entry("mistral", "MistralForCausalLM MistralModel", "llama"),
     "llama.Qwen2": Entry("qwen2", "Qwen2ForCausalLM Qwen2Model", "qwen2"),
     "qwen.Qwen3": Entry("qwen3", "Qwen3ForCausalLM Qwen3Model", "qwen3"),
-    "mistral.Ministral3": Entry("ministral3", "Ministral3ForCausalLM Ministral3Model", "mistral3"),
+    "ministral3.Ministral3": Entry(
+        "ministral3", "Ministral3ForCausalLM Ministral3Model", "mistral3"
+    ),
     "olmo2.Olmo2": Entry("olmo2", "Olmo2ForCausalLM Olmo2Model", "olmo2"),
     "olmo2.Olmo3": Entry("olmo3", "Olmo3ForCausalLM Olmo3Model", "olmo2"),
     "phi3.Phi3": Entry("phi3", "Phi3ForCausalLM Phi3Model", "phi3"),

@@ -28,7 +28,7 @@ from maxjax.models.hunyuan_moe import HunyuanMoEConfig
 from maxjax.models.lfm2_moe import LFM2MoEConfig
 from maxjax.models.llama import LlamaConfig, MistralConfig, SeedOSSConfig
 from maxjax.models.minimax_m2 import MiniMaxM2Config
-from maxjax.models.mistral import Ministral3Config
+from maxjax.models.ministral3 import Ministral3Config
 from maxjax.models.modernbert import ModernBertConfig
 from maxjax.models.parts.rotary import QueryScaling, Rope
 from maxjax.models.qwen3_5 import Qwen35MoEConfig
@@ -211,7 +211,7 @@ HALF = Rope(part=0.5, interleaved=True)
         (Ernie45Config, {"head_dim": None}, {"width": 4}),
         (SeedOSSConfig, {"head_dim": None}, {"head_dim": 4}),
         (SeedOSSConfig, {}, {"head_dim": 128}),
-        (Ministral3Config, {"rope_parameters": {"rope_type": "default"}}, {"rope": Rope(1e4)}),
+        (Ministral3Config, {"rope_parameters": {"rope_type": "default"}}, {"rope_parameters": Rope(1e4)}),
         (Ernie45Config, {}, {"width": 128}),
         (Cohere2Config, {"layer_types": ["full_attention"] * 2, "sliding_window_pattern": None},
          {"num_hidden_layers": 2}),
