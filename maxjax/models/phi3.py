@@ -17,7 +17,7 @@ import jax
 from ..dtype import DType
 from ..graph.placement.strategy import Segment
 from ..nn.linear import Linear
-from ..nn.stacked_linear import StackedLinear, apart, stacked_rules
+from ..nn.stacked_linear import StackedLinear, split_projections, stacked_rules
 from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import DecoderLayer, FusedMLP
@@ -72,7 +72,9 @@ class Phi3Attention(DecoderAttention):
 
     def project(self, x: jax.Array) -> Sequence[jax.Array]:
         """``[..., E]`` → queries ``[..., H, D]``, keys and values ``[..., K, D]``."""
-        return self.heads(*(y.astype(x.dtype) for y in apart(self.qkv_proj, x, self.sizes)))
+        return self.heads(
+            *(y.astype(x.dtype) for y in split_projections(self.qkv_proj, x, self.sizes))
+        )
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits all weights between heads."""

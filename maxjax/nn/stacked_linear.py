@@ -203,7 +203,7 @@ class StackedLinear(LowRank):
         return _parts(y, self.out_dims)
 
 
-def apart(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
+def split_projections(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
     """A linear layer's result in parts of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
 
     The layer is a :class:`StackedLinear`, or a quantised linear layer that replaces one.
@@ -211,7 +211,7 @@ def apart(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Array]:
     Example:
         >>> layer = StackedLinear(2, [1, 3], ["a", "b"], "float32", stacked=True)
         >>> _ = layer.load_state_dict({"weight": jnp.ones((4, 2))})
-        >>> [part.shape for part in apart(layer, jnp.ones((5, 2)), [1, 3])]
+        >>> [part.shape for part in split_projections(layer, jnp.ones((5, 2)), [1, 3])]
         [(5, 1), (5, 3)]
     """
     # A hook must see every call, and a capture the call of each layer that it names.

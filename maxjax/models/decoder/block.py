@@ -22,7 +22,7 @@ from ...nn.activation import activation
 from ...nn.attention.both_ways import both_ways
 from ...nn.layer import Module
 from ...nn.linear import MLP, Linear, gated, linear_rules, linears
-from ...nn.stacked_linear import StackedLinear, apart, stacked_rules
+from ...nn.stacked_linear import StackedLinear, split_projections, stacked_rules
 from .attention import Cached, DecoderAttention, Step
 from .config import DecoderConfig
 from .norm import norm
@@ -249,7 +249,7 @@ class FusedMLP(Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., E]`` → the same shape."""
-        gate, up = apart(self.gate_up_proj, x, self.sizes)  # [..., F]
+        gate, up = split_projections(self.gate_up_proj, x, self.sizes)  # [..., F]
         return self.down_proj(gated(gate, up, self.activation_function, 0.0))
 
 

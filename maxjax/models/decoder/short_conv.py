@@ -15,7 +15,7 @@ from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...nn.kv_cache.kinds import State, States
 from ...nn.linear import Linear, linear_rules
 from ...nn.ssm.convolution import CausalConv
-from ...nn.stacked_linear import StackedLinear, apart, stacked_rules
+from ...nn.stacked_linear import StackedLinear, split_projections, stacked_rules
 from .mixer import RecurrentMixer
 
 
@@ -49,6 +49,8 @@ class ShortConv(RecurrentMixer):
         self, x: jax.Array, states: dict[str, jax.Array] | None, counts: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """As :meth:`RecurrentMixer.mix`; the state is "conv"."""
-        before, after, y = (a.astype(x.dtype) for a in apart(self.in_proj, x, self.sizes))
+        before, after, y = (
+            a.astype(x.dtype) for a in split_projections(self.in_proj, x, self.sizes)
+        )
         y, conv = self.conv(before * y, None if states is None else states["conv"], counts)
         return self.out_proj(after * y.astype(x.dtype)), {"conv": conv}
