@@ -41,6 +41,7 @@ from .parts import (
     LayerCache,
     Rope,
     attend,
+    config_field,
     layers,
     merge_heads,
     replicate_over_mesh,
@@ -77,10 +78,10 @@ class MixtralConfig(LanguageModelConfig):
     num_key_value_heads: int | None = size(default=None)
     head_dim: int | None = size(default=None)
     hidden_act: str = "silu"
-    max_position_embeddings: int = 131_072
+    max_position_embeddings: int = config_field(131_072, minimum=1)
     rms_norm_eps: float = 1e-5
     rope_parameters: Rope = Rope(theta=1e6)
-    sliding_window: int | None = size(default=None)
+    sliding_window: int | None = config_field(None, minimum=1)
     num_local_experts: int = size(default=8, aliases=("num_experts",))
     num_experts_per_tok: int = size(default=2)
     tie_word_embeddings: bool = False
@@ -120,7 +121,7 @@ class MixtralAttention(Module):
         return split_heads_over_mesh(outputs, {"o_proj": self.heads}, self.head_dim)
 
 
-class MixtralMoE(Module):
+class MixtralSparseMLP(Module):
     """The mixture of experts: ``Σ share · expert(x)`` over the k experts with the highest scores."""
 
     def __init__(self, config: Any, dtype: DType):
@@ -148,7 +149,7 @@ class MixtralBlock(Module):
         self.input_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
         self.self_attn = MixtralAttention(config, layer, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
-        self.block_sparse_moe = MixtralMoE(config, dtype)
+        self.block_sparse_moe = MixtralSparseMLP(config, dtype)
 
     def __call__(
         self, x: jax.Array, cache: LayerCache, angles: Angles

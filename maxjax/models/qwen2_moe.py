@@ -17,18 +17,17 @@ from ..nn.linear import Linear
 from .config import setting
 from .decoder.config import layers_of, own, slides_of, windowed
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import MoELayer, SparseMLP
+from .decoder.experts import MoELayer, QwenMoEConfig, SparseMLP
 from .decoder.model import Decoder
-from .qwen3_moe import Qwen3MoEConfig
 
 
 @dataclass(frozen=True)
-class Qwen2MoEConfig(Qwen3MoEConfig):
+class Qwen2MoEConfig(QwenMoEConfig):
     """The settings of a Qwen 2 with experts in all or some layers."""
 
     model_type = "qwen2_moe"
 
-    unsaid: ClassVar[Mapping[str, Any]] = {**Qwen3MoEConfig.unsaid, "num_key_value_heads": 16}
+    unsaid: ClassVar[Mapping[str, Any]] = {**QwenMoEConfig.unsaid, "num_key_value_heads": 16}
 
     num_experts: int = setting(default=60, held="axis", also=("num_local_experts",))
     num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")

@@ -20,19 +20,19 @@ from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
+from .decoder.experts import QwenMoEConfig
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
 from .decoder.model import KNOWN, Decoder
 from .gguf.architectures.qwen3_next import QWEN3_NEXT_GGUF
 from .parts.rotary import Rope
 from .qwen2_moe import Qwen2MoELayer
-from .qwen3_moe import Qwen3MoEConfig
 
 # Tensors of the layer of multi-token prediction.
 PREDICTING = ("mtp.*",)
 
 
 @dataclass(frozen=True)
-class Qwen3NextConfig(GatedDeltaConfig, Qwen3MoEConfig):
+class Qwen3NextConfig(GatedDeltaConfig, QwenMoEConfig):
     """The settings of a Qwen3-Next."""
 
     model_type = "qwen3_next"

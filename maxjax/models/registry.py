@@ -38,7 +38,7 @@ ENTRIES: dict[str, Entry] = {
     "llama.Llama": Entry("llama", "LlamaForCausalLM LlamaModel", "llama"),
     "llama.Mistral": Entry("mistral", "MistralForCausalLM MistralModel", "llama"),
     "llama.Qwen2": Entry("qwen2", "Qwen2ForCausalLM Qwen2Model", "qwen2"),
-    "qwen.Qwen3": Entry("qwen3", "Qwen3ForCausalLM Qwen3Model", "qwen3"),
+    "qwen3.Qwen3": Entry("qwen3", "Qwen3ForCausalLM Qwen3Model", "qwen3"),
     "ministral3.Ministral3": Entry(
         "ministral3", "Ministral3ForCausalLM Ministral3Model", "mistral3"
     ),
@@ -67,7 +67,7 @@ ENTRIES: dict[str, Entry] = {
     "falcon.Falcon": Entry("falcon", "FalconForCausalLM FalconModel", "falcon"),
     "mixtral.Mixtral": Entry("mixtral", "MixtralForCausalLM MixtralModel", "llama"),
     "qwen2_moe.Qwen2MoE": Entry("qwen2_moe", "Qwen2MoeForCausalLM Qwen2MoeModel", "qwen2moe"),
-    "qwen3_moe.Qwen3MoE": Entry("qwen3_moe", "Qwen3MoeForCausalLM Qwen3MoeModel", "qwen3moe"),
+    "qwen3.Qwen3MoE": Entry("qwen3_moe", "Qwen3MoeForCausalLM Qwen3MoeModel", "qwen3moe"),
     "gpt_oss.GptOss": Entry("gpt_oss", "GptOssForCausalLM GptOssModel", "gpt-oss"),
     "deepseek.DeepseekV2": Entry(
         "deepseek_v2", "DeepseekV2ForCausalLM DeepseekV2Model", "deepseek2"

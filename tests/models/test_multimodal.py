@@ -8,7 +8,7 @@ from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import find_family
 from maxjax.models.multimodal import ARCHITECTURES, text_name, text_settings
-from maxjax.models.qwen3_moe import Qwen3MoEConfig
+from maxjax.models.qwen3 import Qwen3MoEConfig
 from maxjax.models.registry import of_model_type
 from tests.models import decoders
 from tests.models.decoders import SMALL, call, ids_of, logits_of, same

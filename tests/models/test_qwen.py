@@ -123,7 +123,7 @@ def test_what_the_code_of_a_family_has_a_file_cannot_change():
     found = Qwen2Config.from_dict({**RAW, "attention_bias": False, "mlp_bias": True})
     biases = found.attention_bias, found.attention_out_bias, found.mlp_bias
     assert biases == (True, False, False)
-    assert Qwen3Config.from_dict(RAW).qk_norm and not Qwen3Config.from_dict(RAW).attention_bias
+    assert not Qwen3Config.from_dict(RAW).attention_bias
 
 
 @pytest.mark.fast(

@@ -13,7 +13,7 @@ from maxjax.errors import CheckpointChangedError, UnsupportedModelError
 from maxjax.models.bert import BertConfig, BertModel
 from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
 from maxjax.models.llama import Llama, LlamaConfig
-from maxjax.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
+from maxjax.models.qwen3 import Qwen3MoE, Qwen3MoEConfig
 
 WEIGHTS = "model.safetensors"
 

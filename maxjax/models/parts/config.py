@@ -152,8 +152,7 @@ class LanguageModelConfig(ModelConfig):
 
     def _check_experts(self) -> None:
         """Raise ValueError if a token chooses more experts than a layer has."""
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        name = next((name for name in names if hasattr(self, name)), None)
+        name = self._experts_name
         if name is None or not any(map(self.is_sparse, range(self.num_hidden_layers))):  # type: ignore[attr-defined]
             return
         count, chosen = getattr(self, name), self.num_experts_per_tok  # type: ignore[attr-defined]
@@ -180,9 +179,15 @@ class LanguageModelConfig(ModelConfig):
         window = getattr(self, "sliding_window", None)
         return window if kinds is None or kinds[layer] == SLIDING else None
 
+    @property
+    def _experts_name(self) -> str | None:
+        """The name of the attribute that counts the experts; None: there is none."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return next((name for name in names if hasattr(self, name)), None)
+
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer of a model with experts has experts in place of its MLP; all have by default."""
-        return True
+        """Whether a layer has experts in place of its MLP: by default, each layer of a model that has experts."""
+        return self._experts_name is not None
 
     def states(self, layer: int) -> Mapping[str, KeysValues | States | Shared]:
         """What the cache holds for a layer, by the name of the layer's group in the cache."""

@@ -11,7 +11,7 @@ import maxjax
 from maxjax.kernels import QuantArray
 from maxjax.models import MixtralConfig, Qwen3MoEConfig
 from maxjax.models.mixtral import Mixtral
-from maxjax.models.qwen3_moe import Qwen3MoE
+from maxjax.models.qwen3 import Qwen3MoE
 from maxjax.nn.moe import experts as module
 from maxjax.nn.moe.algorithms import ExpertWeights
 from maxjax.nn.moe.experts import ExpertSplit, local_mixture, mixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,16 @@ class FamilyConfig:
     def experts(self) -> int:
         """The number of experts in a layer that has experts; 0 in a dense model."""
         return self._first("num_experts", "num_local_experts", "n_routed_experts") or 0
+
+    @property
+    def layer_kinds(self) -> Sequence[Any]:
+        """A value for each layer; layers with equal ones have the same tensors."""
+        config, count = self.config, self.config.num_hidden_layers
+        if hasattr(config, "layer_kinds"):
+            return config.layer_kinds
+        if hasattr(config, "is_sparse"):
+            return [config.is_sparse(i) for i in range(count)]
+        return getattr(config, "sparse", (False,) * count)
 
     @property
     def kv_heads(self) -> int:

@@ -344,8 +344,7 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
         raise CheckpointMismatchError(
             f"tensors of layers {empty[0]} to {empty[-1]} are missing", path=path
         )
-    kinds = getattr(model.config, "sparse", (False,) * count)
-    kinds = getattr(model.config, "layer_kinds", kinds)
+    kinds = model.layer_kinds
     alike = {kind: set.union(*(layers[i] for i in layers if kinds[i] == kind)) for kind in kinds}
     for every in alike.values():
         stacks = {name for name, expert in every if expert >= 0}
