@@ -122,10 +122,10 @@ def save_pretrained(
         main = main_dtype(data)
         if isinstance(model, PretrainedModel) and unloaded is not None:
             rest = stack.enter_context(unloaded.open())
-            data = unloaded.stored(data, model.family)
+            data = unloaded.write(data)
             data |= {name: rest[name].data() for name in unloaded.names if name not in data}
         elif isinstance(model, PretrainedModel):
-            data = model.family.stored(data)
+            data = model.family.names.write(data)
         packed = next((name for name, one in data.items() if one.is_packed), None)
         if packed is not None and isinstance(model, PretrainedModel) and together.is_leader:
             _LOG.warning(

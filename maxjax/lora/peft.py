@@ -198,7 +198,11 @@ def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
         plain = tensor.removeprefix(_FRONT)
         for wrapper in (".base_layer.", ".modules_to_save."):
             plain = plain.replace(wrapper, ".")
-        own = plain if not isinstance(model, PretrainedModel) else model.family.name(plain)
+        own = (
+            plain
+            if not isinstance(model, PretrainedModel)
+            else model.family.names.model_name(plain)
+        )
         own = own if own is None else aliases.get(own, own)
         if own not in weights and isinstance(model, PretrainedModel):
             own = dict([model.family.tied]).get(own or "")  # a tied head is in no file of a model
@@ -247,7 +251,7 @@ def _own_name(model: Module, name: str) -> str | None:
     """The model's name of a layer that has this name in files."""
     if not isinstance(model, PretrainedModel):
         return name
-    own = model.family.name(f"{name}.weight")
+    own = model.family.names.model_name(f"{name}.weight")
     return None if own is None else own.removesuffix(".weight")
 
 
@@ -259,8 +263,12 @@ def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]
 
 def _front(model: Module) -> str:
     """The prefix that names in files lack if the model has no head: in transformers that is another class."""
-    is_bare = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
-    return model.family.bare[0] if isinstance(model, PretrainedModel) and is_bare else ""
+    headless = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
+    return (
+        model.family.names.headless_prefix
+        if isinstance(model, PretrainedModel) and headless
+        else ""
+    )
 
 
 def tensor(name: str, part: str) -> str:

@@ -19,8 +19,9 @@ from ..storage.open import orbax_checkpoint
 from ..storage.save.beside import Files
 from .bounds import check_bounds
 from .config import labels_of, read_object
-from .family import PretrainedModel, one_head, tensors, unwrapped
+from .family import PretrainedModel, one_head, tensors
 from .find import find_family, text_of
+from .names import unwrapped
 from .parts.language_model import LanguageModel
 from .parts.score import has_score
 from .quantized import KEY as _QUANTIZATION
@@ -75,7 +76,7 @@ def build(
         named = unwrapped({n: data_of(n, v) for n, v in weights.items()})
     else:
         named = tensors(weights)
-    found = family.adapt(named)
+    found = family.read(named)
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)
     quantization = Quantization.of(raw, path=path)
@@ -89,7 +90,7 @@ def build(
         if tied is not tie_setting:
             settings, raw = replace(settings, tie_word_embeddings=tied), with_tie(raw, tied)  # type: ignore[call-arg]
         found = one_head(found, family.tied) if tied else found
-        headless = not tied and family.tied[0] not in found and family.is_bare(named)
+        headless = not tied and family.tied[0] not in found and family.names.is_headless(named)
     main = _main(found) if dtype is None else DType.of(dtype)
     if dtype is None and quantization is not None:
         main = main_dtype(unquantised(found)) or DType.float32

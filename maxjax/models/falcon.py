@@ -17,6 +17,7 @@ from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedParts
 from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
 from .gguf.architectures.gpt_neox import FALCON_GGUF
+from .names import Row
 from .parts.aliases import alias
 
 
@@ -130,18 +131,22 @@ class Falcon(Decoder):
     model = alias("transformer")
 
 
-@dataclass(frozen=True)
-class _Family(DecoderFamily):
-    """A family whose GGUF files have one name for the MLP's norm and for the norm of both parts."""
+class OneNorm(Row):
+    """GGUF files have one name for the MLP's norm and for the norm of both parts: drops what the layers do not have."""
 
-    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`Family.adapt`, which then drops the one of the two norms that the layers do not have."""
-        found = super().adapt(checkpoint)
-        both = any(".ln_attn." in name for name in found)
-        if any(".input_layernorm." in n for n in found) and any(".ln_mlp." in n for n in found):
+    def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See :class:`Row`."""
+        both = any(".ln_attn." in name for name in tensors)
+        if any(".input_layernorm." in n for n in tensors) and any(".ln_mlp." in n for n in tensors):
             left = ".input_layernorm." if both else ".ln_mlp."
-            found = {name: value for name, value in found.items() if left not in name}
-        return found
+            return {name: value for name, value in tensors.items() if left not in name}
+        return tensors
+
+
+class _Family(DecoderFamily):
+    def rows(self) -> list[Row]:
+        """See :class:`Family`."""
+        return [OneNorm(), *super().rows()]
 
 
 FALCON = Falcon.family = _Family.of(

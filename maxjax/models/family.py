@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 
 from ..dtype import DType
-from ..errors import CheckpointFormatError, CheckpointMismatchError, UserInputError, some
+from ..errors import CheckpointMismatchError, UserInputError, some
 from ..graph.weights import FileWeights, GGUFWeights, WeightData
 from ..graph.weights.same import same_content
 from ..nn.embedding import Embedding
@@ -26,14 +25,12 @@ from ..nn.layer import ExpertStack, Module
 from ..nn.linear import ColumnParallelLinear, Linear
 from ..nn.stacked_linear import StackedLinear
 from .config import ModelConfig
+from .names import Drop, Headless, Names, Prefix, Rename, Row, matcher, unwrapped
 
 if TYPE_CHECKING:
     from .gguf.table import GGUFTable
 
 _LOG = logging.getLogger("maxjax")
-T = TypeVar("T")
-# Scales of a KV cache in FP8, and of what is computed with it: without such a cache they have no effect.
-_CACHE_SCALES = tuple(f"*.{one}_scale" for one in ("kv", "k", "v", "q", "prob", "output"))
 # Layers that compute with quantised weights.
 _TAKES_BLOCKS = (Linear, ColumnParallelLinear, Embedding, StackedLinear)
 
@@ -54,7 +51,7 @@ class Family:
         architectures: names that ``architectures`` of a ``config.json`` has for models of the family.
         config: dataclass of its settings.
         make: ``make(config, names, dtype, reduce_dtype)`` → a lazy Module, where ``names``
-            are the checkpoint's tensors after :meth:`adapt`: optional parts are built
+            are the checkpoint's tensors by the model's names: optional parts are built
             if their tensors are present.
         prefixes: prefixes of tensor names; the first that matches is removed.
         renamed: (old, new) suffixes of tensor names.
@@ -148,78 +145,24 @@ class Family:
         """Whether a ``config.json`` has the settings that ``only`` requires; its names are not compared."""
         return all(config.get(key) == value for key, value in self.only)
 
-    def name(self, tensor: str) -> str | None:
-        """The model's name for a checkpoint tensor, or None if the tensor is ignored."""
-        tensor = self._without_prefix(tensor)
-        if matcher((*self.ignored, *self.heads, *_CACHE_SCALES)).fullmatch(tensor):
-            return None
-        front, starts = self.bare
-        if starts and tensor.startswith(starts):
-            tensor = front + tensor
-        for old, new in self.renamed:
-            if tensor.endswith(old) and not tensor.endswith(new):  # not renamed already
-                return tensor[: -len(old)] + new
-        return tensor
+    @cached_property
+    def names(self) -> Names:
+        """The table of the names of tensors in files and in the model."""
+        return Names(*self.rows())
 
-    def _without_prefix(self, tensor: str) -> str:
-        prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
-        return tensor.removeprefix(prefix)
+    def read(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a checkpoint under the model's names, by :meth:`Names.read`."""
+        return self.names.read(checkpoint, self.model_type)
 
-    def is_of_head(self, tensor: str) -> bool:
-        """Whether a checkpoint tensor is of a head that the model does not have (``heads``)."""
-        return bool(matcher(self.heads).fullmatch(self._without_prefix(tensor)))
-
-    def left_out(self, names: Iterable[str]) -> list[str]:
-        """The tensors of a checkpoint that the model does not hold, but a saved one has: heads, adapters for tasks."""
-        kept = matcher((*self.heads, *self.beside, *_CACHE_SCALES))
-        return [name for name in names if kept.fullmatch(self._without_prefix(name))]
-
-    def is_bare(self, names: Iterable[str]) -> bool:
-        """Whether a checkpoint with these tensor names holds only the model without its head (``bare``)."""
-        starts = self.bare[1]
-        kept = [name for name in names if self.name(name) is not None]
-        return bool(starts and kept) and all(name.startswith(starts) for name in kept)
-
-    def apart(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Splits tensors that hold several weights, such as all experts of a layer, into one for each weight.
-
-        Names are spelled as in the checkpoint. In most families no tensor is split.
-        """
-        return dict(checkpoint)
-
-    def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-        """The inverse of :meth:`apart`: joins weights that the family's files hold as one tensor.
-
-        In most families no tensors are joined.
-        """
-        return dict(tensors)
-
-    def adapt(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a checkpoint under the model's names; ignored tensors are left out.
-
-        Raises:
-            CheckpointFormatError: two tensors have the same name in the model.
-        """
-        adapted: dict[str, Any] = {}
-        origin: dict[str, str] = {}
-        for tensor, value in checkpoint.items():
-            name = self.name(tensor)
-            if name is None:
-                continue
-            if name in adapted:
-                raise CheckpointFormatError(
-                    f"'{origin[name]}' and '{tensor}' are both the weight '{name}' "
-                    f"of a {self.model_type} model"
-                )
-            adapted[name], origin[name] = value, tensor
-        return adapted
-
-
-@cache
-def matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """What matches the names that one of the patterns matches, in which ``*`` is anything."""
-    each = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
-    return re.compile("|".join(each) or r"(?!)", re.DOTALL)
+    def rows(self) -> list[Row]:
+        """The rows of ``names``."""
+        prefixes = [Prefix(dict.fromkeys(self.prefixes, ""))] if self.prefixes else []
+        dropped = [
+            Drop(*self.heads, head=True), Drop(*self.beside, kept=True), Drop(*self.ignored)
+        ]  # fmt: skip
+        headless = [Headless(*self.bare)] if self.bare[1] else []
+        renamed = [Rename(dict(self.renamed))] if self.renamed else []
+        return [*prefixes, *(one for one in dropped if one.patterns), *headless, *renamed]
 
 
 def tensors(weights: FileWeights) -> dict[str, WeightData]:
@@ -233,33 +176,6 @@ def tensors(weights: FileWeights) -> dict[str, WeightData]:
 
         return hf_tensors(weights)
     return unwrapped(dict(weights._named_data()))
-
-
-# What PyTorch's wrappers add to the names of the wrapped model: torch.compile, FSDP and activation
-# checkpointing anywhere in a name, DataParallel and averaged models at its start.
-_WRAPPERS = re.compile(
-    r"\A(?:module\.)+|(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
-
-
-def unwrapped(named: Mapping[str, T]) -> dict[str, T]:
-    """Removes the parts that PyTorch's wrappers of a model or its layers add to tensor names.
-
-    Where Lightning saved a model as its attribute ``model``, one "model." is removed from each name too.
-    If two tensors would get the same name, all names stay as they are.
-
-    Example:
-        >>> unwrapped({"module._orig_mod.model.norm.weight": 1, "module._orig_mod.lm_head.weight": 2})
-        {'model.norm.weight': 1, 'lm_head.weight': 2}
-        >>> unwrapped({"model.model.norm.weight": 1, "model.lm_head.weight": 2})
-        {'model.norm.weight': 1, 'lm_head.weight': 2}
-    """
-    names = [_WRAPPERS.sub("", _WRAPPERS.sub("", name)) for name in named]
-    fronts = [name.startswith("model.") for name in names]
-    if all(fronts) and any(name.startswith("model.model.") for name in names):
-        names = [name.removeprefix("model.") for name in names]
-    found = dict(zip(names, named.values(), strict=True))
-    return found if len(found) == len(named) else dict(named)
 
 
 def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:
@@ -344,11 +260,11 @@ class PretrainedModel(Module):
             if isinstance(state_dict, FileWeights)
             else unwrapped({**state_dict})
         )
-        if path is not None and (heads := [n for n in found if self.family.is_of_head(n)]):
+        if path is not None and (heads := self.family.names.heads(found)):
             what = "%s: not loaded, as maxjax's %s has no such head: %s"
             _LOG.warning(what, path, type(self).__name__, some(heads, 3))
         try:
-            found = self._tied(self.family.adapt(found), tie)
+            found = self._tied(self.family.read(found), tie)
             unused = matcher(self.unused_tensors)
             found = {name: value for name, value in found.items() if not unused.fullmatch(name)}
             return super().load_state_dict(self._decoded(found), **options)

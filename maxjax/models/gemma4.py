@@ -19,7 +19,6 @@ from ..dtype import DType
 from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
-from ..graph.weights import WeightData
 from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import layers_of, own
@@ -30,6 +29,7 @@ from .decoder.scaled_experts import ExpertsBeside, ScaledExperts
 from .gemma_sharing import BARE_OF_LAYERS, SharingConfig, SharingDecoder, SharingLayer
 from .gguf.architectures.gemma import GEMMA4_GGUF
 from .multimodal import SIGHT
+from .names import Rename, Row
 from .parts.rotary import both_ropes
 
 # Keys of sizes of layers with full attention: in ``per_layer_config`` → at the top level of older files.
@@ -163,15 +163,14 @@ _ROUTER = ("router.proj.weight", "router.scale", "router.per_expert_scale")
 class Gemma4Family(MoEFamily):
     """The family of Gemma 4, whose files have the router and the experts in the layer, not in one module."""
 
-    def stored(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-        """:meth:`MoEFamily.stored`, with the router in the layer."""
-        found = super().stored(tensors)
-        return {name.replace(".moe.router.", ".router."): data for name, data in found.items()}
+    def rows(self) -> list[Row]:
+        """See :class:`Family`."""
+        router = {f".{name}": f".moe.{name}" for name in _ROUTER}
+        return [*super().rows(), Rename(router, written=True)]
 
 
 GEMMA4 = Gemma4.family = Gemma4Family.of(
     Gemma4, Gemma4Config, "Gemma4ForCausalLM", "Gemma4TextModel",
-    renamed=tuple((f".{name}", f".moe.{name}") for name in _ROUTER),
     experts="moe.experts.#.*.weight",
     bare=BARE_OF_LAYERS,
     together=Together(("experts.gate_up_proj",), ("experts.down_proj",), written=True),

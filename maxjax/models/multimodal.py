@@ -6,32 +6,15 @@ configuration of that, and ``DecoderFamily`` its tensors. Tensors for images and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..errors import UnsupportedModelError
+from .names import MULTIMODAL, VISION_PATTERNS, Names
 
-# Prefixes of a text model's tensors, and their replacements; the first that matches is used.
-PLACES = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.text_model.", "model."),
-    ("thinker.model.", "model."),
-    ("thinker.lm_head.", "lm_head."),
-)
-# Patterns of the tensors of all other parts of multimodal models, in old and new files.
-SIGHT = tuple(
-    f"{prefix}{part}.*"
-    for prefix in ("", "model.", "thinker.")
-    for part in (
-        *("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower"),
-        *("embed_vision", "embed_audio", "connector"),
-    )
-) + ("image_newline", "model.image_newline", "talker.*", "token2wav.*", "code2wav.*")
-_SEEN = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in SIGHT), re.DOTALL)
+SIGHT = VISION_PATTERNS
+_TEXT = Names(*MULTIMODAL)
 T = TypeVar("T")
 # Keys outside ``text_config`` that apply to the text model too.
 _TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
@@ -229,36 +212,11 @@ def is_multimodal(raw: Mapping[str, Any]) -> bool:
     return text_settings(raw) is not raw
 
 
-def text_name(tensor: str) -> str | None:
-    """The name of a tensor in the text model alone; None if it belongs to another part.
-
-    Example:
-        >>> text_name("language_model.model.norm.weight"), text_name("vision_tower.ln_pre.weight")
-        ('model.norm.weight', None)
-    """
-    for place, instead in PLACES:
-        if tensor.startswith(place):
-            return instead + tensor[len(place) :]
-    return None if _SEEN.fullmatch(tensor) else tensor
-
-
-def whole_names(name: str) -> list[str]:
-    """The names that a module of a text model may have in a multimodal model, its own name first.
-
-    Example:
-        >>> whole_names("lm_head")
-        ['lm_head', 'language_model.lm_head', 'thinker.lm_head']
-    """
-    full = f"{name}."
-    found = [place + full.removeprefix(start) for place, start in PLACES if full.startswith(start)]
-    return [name, *(one.removesuffix(".") for one in found)]
-
-
 def text_tensors(raw: Mapping[str, Any], tensors: Mapping[str, T]) -> Mapping[str, T]:
     """The tensors of a multimodal checkpoint's text model, by its own names; of any other, all unchanged."""
     if not is_multimodal(raw):
         return tensors
-    named = {text_name(name): value for name, value in tensors.items()}
+    named = {_TEXT.model_name(name): value for name, value in tensors.items()}
     return {name: value for name, value in named.items() if name is not None}
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from ..errors import CheckpointChangedError, CheckpointError
 from ..graph.weights import FileWeights, GGUFWeights, WeightData, load_weights
-from .decoder.expert_files import MoEFamily, Together
-from .family import Family, unwrapped
+from .family import Family
 from .multimodal import is_multimodal
+from .names import Names, unwrapped
 from .ties import says_tied, with_tie
 
 _ADVICE = "Load the model again; or set model.unloaded = None, and the model is saved without these tensors."
@@ -32,7 +32,7 @@ class Unloaded:
         config: text of the file's ``config.json``.
         spelled: names in the file of the model's tensors, where they differ.
         files: path, size, modification time and inode of each file, as of the loading.
-        together: how the file holds the experts of a layer; None if the family has no experts.
+        table: the table of names, with the forms that the file has.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Unloaded:
     config: str
     spelled: tuple[tuple[str, str], ...]
     files: tuple[tuple[str, int, int, int], ...]
-    together: Together | None = None
+    table: Names
 
     def __repr__(self) -> str:
         return f"Unloaded({len(self.names)} tensors of {self.path!r})"
@@ -59,19 +59,15 @@ class Unloaded:
         if table.format == "orbax":
             return None
         named = unwrapped({name: name for name in table.entries})
-        names = tuple(sorted(named[name] for name in family.left_out(named)))
+        names = tuple(sorted(named[name] for name in family.names.unloaded(named)))
         if not names and not is_multimodal(config):
             return None
-        spelled = {family.name(name): raw for name, raw in named.items()}
-        together = (
-            family.together_in(dict(weights._named_data()))
-            if isinstance(family, MoEFamily)
-            else None
-        )
+        spelled = {family.names.model_name(name): raw for name, raw in named.items()}
         return cls(
             weights._path, names, json.dumps(config),
             tuple(sorted((own, raw) for own, raw in spelled.items() if own not in (None, raw))),
-            tuple(_identity(file.path, file.stat) for file in table.files), together,
+            tuple(_identity(file.path, file.stat) for file in table.files),
+            family.names.as_in(dict(weights._named_data())),
         )  # fmt: skip
 
     def open(self) -> FileWeights:
@@ -111,12 +107,9 @@ class Unloaded:
             path=self.path, hint=_ADVICE,
         )  # fmt: skip
 
-    def stored(self, tensors: Mapping[str, WeightData], family: Family) -> dict[str, WeightData]:
+    def write(self, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
         """A model's tensors as this file holds them: its names, and its form of the experts."""
-        if isinstance(family, MoEFamily) and self.together is not None:
-            family = replace(family, together=self.together)
-        names = dict(self.spelled)
-        return {names.get(name, name): data for name, data in family.stored(tensors).items()}
+        return self.table.write(tensors, dict(self.spelled))
 
     def config_with(self, tied: bool | None) -> dict[str, Any]:
         """The content of the file's ``config.json``; ``tied`` is whether the model's head is tied, if it has one."""

@@ -158,7 +158,7 @@ def test_states_scores_and_files(tmp_path, kind, config, settings):
     np.testing.assert_allclose(beside[0, : real.sum()], states[real], rtol=1e-4, atol=1e-4)
     maxjax.save_pretrained(model, tmp_path / "b")
     written = safetensors.numpy.load_file(tmp_path / "b" / "model.safetensors")
-    read = {model.family.name(name): array for name, array in oracle.tensors.items()}
+    read = {model.family.names.model_name(name): array for name, array in oracle.tensors.items()}
     read.pop(None, None)
     assert written.keys() == read.keys()
     for name, array in written.items():
@@ -268,8 +268,8 @@ def test_published_configurations(caplog):
     )
     assert "task" in caplog.text
     name = "roberta.encoder.layers.0.mixer.Wqkv.parametrizations.weight.original"
-    assert family.name(name) == "encoder.layers.0.mixer.Wqkv.weight"
-    assert family.name(name.replace("original", "0.lora_A")) is None
+    assert family.names.model_name(name) == "encoder.layers.0.mixer.Wqkv.weight"
+    assert family.names.model_name(name.replace("original", "0.lora_A")) is None
     plain = {key: value for key, value in JINA.items() if key != "position_embedding_type"}
     assert find_family(plain).model_type == "xlm-roberta"
 

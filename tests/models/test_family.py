@@ -96,12 +96,12 @@ def test_names_of_a_wrapped_model(tmp_path, wrapped):
     ],
 )
 def test_names(tensor, name):
-    assert BERT.name(tensor) == name
+    assert BERT.names.model_name(tensor) == name
 
 
 def test_two_tensors_for_one_weight_are_refused():
     with pytest.raises(CheckpointFormatError, match="'bert.x.weight' and 'x.weight'"):
-        BERT.adapt({"bert.x.weight": 1, "x.weight": 2})
+        BERT.read({"bert.x.weight": 1, "x.weight": 2})
 
 
 # --- loading --------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_family_of_a_class_has_its_names_and_another_like_it_has_its_files():
     assert family.architectures == ("MineForCausalLM", "MineModel")
     other = family.like(Llama, LlamaConfig, "Other", tied=("a", "b"))
     assert (other.model_type, other.architectures, other.tied) == ("llama", ("Other",), ("a", "b"))
-    assert other.name("extra.weight") is None and other.make == Llama.of_checkpoint
+    assert other.names.model_name("extra.weight") is None and other.make == Llama.of_checkpoint
 
     config = MineConfig.from_dict({**SIZES, "attention_bias": False})  # the file has no say
     assert config.attention_bias and type(family.make(config, (), DType.float32, None)) is Mine

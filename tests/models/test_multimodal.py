@@ -7,12 +7,15 @@ import maxjax
 from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import find_family
-from maxjax.models.multimodal import ARCHITECTURES, text_name, text_settings
+from maxjax.models.multimodal import ARCHITECTURES, text_settings
+from maxjax.models.names import MULTIMODAL, Names
 from maxjax.models.qwen3 import Qwen3MoEConfig
 from maxjax.models.registry import of_model_type
 from tests.models import decoders
 from tests.models.decoders import SMALL, call, ids_of, logits_of, same
 from tests.oracles.models import OracleModel
+
+TEXT = Names(*MULTIMODAL)
 
 PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -108,7 +111,7 @@ def theirs(kind, directory):
     settings |= {"audio_config": HEARD} if "Omni" in kind else {}
 
     def scaled(tensors, by):
-        (name,) = (n for n in tensors if text_name(n) in NORMS)
+        (name,) = (n for n in tensors if TEXT.model_name(n) in NORMS)
         return tensors | {name: tensors[name] / np.float32(by)}
 
     made = OracleModel(
@@ -179,15 +182,18 @@ def test_the_thinker_of_an_omni_model():
     }  # fmt: skip
     found = text_settings(config)
     assert (found["hidden_size"], found["dtype"], found["norm_topk_prob"]) == (32, "bfloat16", True)
-    assert text_name("thinker.model.layers.0.mlp.gate.weight") == "model.layers.0.mlp.gate.weight"
-    assert text_name("thinker.lm_head.weight") == "lm_head.weight"
+    assert (
+        TEXT.model_name("thinker.model.layers.0.mlp.gate.weight")
+        == "model.layers.0.mlp.gate.weight"
+    )
+    assert TEXT.model_name("thinker.lm_head.weight") == "lm_head.weight"
     for other in (
         "talker.model.norm.weight",
         "code2wav.x",
         "thinker.visual.x",
         "thinker.audio_tower.x",
     ):
-        assert text_name(other) is None
+        assert TEXT.model_name(other) is None
 
 
 @pytest.mark.parametrize("text", [[1], "small", 3])
@@ -262,11 +268,11 @@ def test_either_name_of_the_number_of_experts(name):
 def test_names_of_any_age():
     places = ("language_model.model.", "model.language_model.", "model.text_model.", "model.")
     for prefix in places:
-        assert text_name(f"{prefix}norm.weight") == "model.norm.weight"
+        assert TEXT.model_name(f"{prefix}norm.weight") == "model.norm.weight"
     for part in (
         "visual.blocks.0.x",
         "model.vision_tower.x",
         "multi_modal_projector.w",
         "image_newline",
     ):
-        assert text_name(part) is None
+        assert TEXT.model_name(part) is None

@@ -21,11 +21,12 @@ from ...errors import (
 from ...graph.weights import FileWeights, GGUFWeights, WeightData, load_weights
 from ...models import find_family
 from ...models.config import ModelConfig, read_object
-from ...models.family import Family, unwrapped
+from ...models.family import Family
 from ...models.family import tensors as model_tensors
 from ...models.gguf import config_of
 from ...models.gguf.sampling import sampling_config
 from ...models.gguf.tokenizer.read import HF_JSON, end_ids
+from ...models.names import unwrapped
 from ...models.pooling import gguf_pooling
 from ...models.quantized import refuse_mlx, with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
@@ -110,7 +111,7 @@ def _with_true_tie(
     family, named = None, found
     with contextlib.suppress(UnsupportedModelError, CheckpointFormatError):
         family = find_family(config)
-        named = family.adapt(unwrapped(found))
+        named = family.read(unwrapped(found))
     if not says_tied(family, config):
         return config
     tied = is_tied(family or _ANY, named, True, path=path)
@@ -149,7 +150,7 @@ def as_hugging_face(found: Opened) -> None:
     weights = found.weights
     assert isinstance(weights, GGUFWeights)
     found.config = config_of(weights)
-    found.tensors = find_family(found.config).stored(model_tensors(weights))
+    found.tensors = find_family(found.config).names.write(model_tensors(weights))
     found.config = with_blocks(found.config, found.tensors)
     chosen = sampling_config(weights.metadata, path=weights._path)
     ends = list(end_ids(weights.metadata, path=weights._path))

@@ -20,7 +20,6 @@ from ...graph.weights.writing import outgoing_data
 from ...models import find_family
 from ...models.bounds import check_bounds
 from ...models.config import read_object
-from ...models.family import unwrapped
 from ...models.gguf import (
     encodings,
     gguf_metadata,
@@ -33,6 +32,7 @@ from ...models.gguf.config.families import read_config
 from ...models.gguf.sampling import sampling_metadata
 from ...models.gguf.tensors.types import Traits, takes_blocks
 from ...models.gguf.write_metadata import file_type
+from ...models.names import unwrapped
 from ...models.pooling import Pooling, gguf_mode
 from ...models.quantized import with_blocks
 from ...models.sentence_files import read_pooling
@@ -208,9 +208,9 @@ def _new_gguf(
     model = read_config(config, path=path)
     gguf_settings(model, path)  # a setting says more than a tensor that has no place
     family = find_family(config, path=path)
-    tensors = family.apart(unwrapped(found.tensors))
+    tensors = family.names.split(unwrapped(found.tensors))
     # As when the model is loaded. A dict keeps the order of the names.
-    dropped = dict.fromkeys(name for name in tensors if family.name(name) is None)
+    dropped = dict.fromkeys(name for name in tensors if family.names.model_name(name) is None)
     tensors = {name: data for name, data in tensors.items() if name not in dropped}
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
     check_bounds(type(model.config), model.settings, shapes, path=path)

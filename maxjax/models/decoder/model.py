@@ -9,7 +9,6 @@ hidden size E, vocabulary size V.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -19,8 +18,8 @@ from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...nn.embedding import Embedding
 from ...nn.layer import LayerList, LayerStack, Module
-from ..family import Family, matcher
-from ..multimodal import PLACES
+from ..family import Family
+from ..names import MULTIMODAL, Row
 from ..parts.cache import LayerCache
 from ..parts.language_model import LanguageModel
 from .attention import Cached, Step
@@ -185,21 +184,9 @@ class DecoderFamily(Family):
     ignored: tuple[str, ...] = KNOWN
     sight: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ignored", (*self.ignored, *self.sight))
-
-    def left_out(self, names: Iterable[str]) -> list[str]:
-        """:meth:`Family.left_out`; of a multimodal model also the other parts."""
-        seen = matcher(self.sight)
-        names = list(names)
-        return [*super().left_out(names), *(name for name in names if seen.fullmatch(name))]
-
-    def name(self, tensor: str) -> str | None:
-        """:meth:`Family.name`, after the prefix of a multimodal model's text model is replaced."""
-        for place, instead in PLACES if self.sight else ():
-            if tensor.startswith(place):
-                return super().name(instead + tensor[len(place) :])
-        return super().name(tensor)
+    def rows(self) -> list[Row]:
+        """See :class:`Family`."""
+        return [*(MULTIMODAL if self.sight else ()), *super().rows()]
 
 
 # The family of models that are made in code; no checkpoint names it.

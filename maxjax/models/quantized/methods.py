@@ -12,7 +12,7 @@ from ...errors import CheckpointFormatError
 from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
 from ...patterns import NameTable
 from ..config import short
-from ..multimodal import whole_names
+from ..names import TEXT_PREFIX
 from .layouts import (
     FLOATS8,
     SCALES,
@@ -94,7 +94,7 @@ def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     of_class = next((layouts[name] for name in _CLASSES if name in layouts), None)
 
     def layout_for(name: str) -> LayoutOf:
-        names = whole_names(name)
+        names = names_in_files(name)
         exact = min((n for n in names if n in layouts), default=None)
         layout = by_pattern.get(*names) if exact is None else layouts[exact]
         layout = of_class if layout is None else layout
@@ -103,6 +103,16 @@ def _compressed(settings: QuantSettings) -> Callable[[str], LayoutOf]:
         return layout
 
     return layout_for
+
+
+def names_in_files(module: str) -> list[str]:
+    """The names that a module of a text model may have in a multimodal model, its own name first.
+
+    Example:
+        >>> names_in_files("lm_head")
+        ['lm_head', 'language_model.lm_head', 'thinker.lm_head']
+    """
+    return [name.removesuffix(".") for name in TEXT_PREFIX.file_names(f"{module}.")]
 
 
 # The names of the class of linear layers in targets.
@@ -182,7 +192,7 @@ def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     changes = NameTable(layouts, "dynamic", path=settings.path)
 
     def layout_for(name: str) -> LayoutOf:
-        (own,) = changes.get(*whole_names(name)) or (layout,)
+        (own,) = changes.get(*names_in_files(name)) or (layout,)
         if own is None:
             raise settings.refused(f"the quantised layer {name!r}, which 'dynamic' leaves out")
         return own

@@ -186,7 +186,9 @@ def test_files(case, made, tmp_path):
     assert not set(found) - set(theirs.tensors), "tensors that transformers does not write"
     for name, array in found.items():
         np.testing.assert_array_equal(array, theirs.tensors[name], err_msg=name)
-    assert all(model.family.name(name) is None or "lm_head" in name for name in missing), missing
+    assert all(
+        model.family.names.model_name(name) is None or "lm_head" in name for name in missing
+    ), missing
     if not case.gguf:
         with pytest.raises((UnsupportedModelError, NotImplementedError)):
             convert(tmp_path / "mine", tmp_path / "model.gguf")

@@ -1,0 +1,389 @@
+"""The names of tensors in files, and those of a model's weights: tables of rows, read in both directions.
+
+A model's attributes are spelled as in its files, so most tables have few rows: other models put a prefix before
+every name, old files use other names, some tensors are not needed, and some hold several weights. ``Names`` is
+a table; :class:`Prefix`, :class:`Headless`, :class:`Rename`, :class:`Drop`, :class:`DropLayers` and
+``fused_experts.FusedExperts`` are its rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Self, TypeVar
+
+from ..errors import CheckpointFormatError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table of names. This one changes nothing."""
+
+    def model_name(self, name: str) -> str | None:
+        """The model's name for a name in a file; None: the tensor is dropped."""
+        return name
+
+    def file_names(self, name: str) -> list[str]:
+        """The names that a file may have for a model's name; the first is written."""
+        return [name]
+
+    def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The tensors of a file, by its names, with one for each weight; nothing is read."""
+        return tensors
+
+    def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inverse of :meth:`split`, for saving."""
+        return tensors
+
+    def as_in(self, tensors: Mapping[str, Any]) -> Self:
+        """This row as a file with these tensors has it, to write a file of the same form."""
+        return self
+
+    def unloaded(self, names: Collection[str]) -> list[str]:
+        """Those names of a file's tensors that are dropped together, and belong to a saved model nevertheless."""
+        return []
+
+
+@dataclass(frozen=True)
+class Prefix(Row):
+    """Replaces the first of these prefixes that a name in a file begins with.
+
+    Attributes:
+        prefixes: prefix in files → prefix in the model.
+
+    Example:
+        >>> row = Prefix({"language_model.model.": "model."})
+        >>> row.model_name("language_model.model.norm.weight"), row.file_names("model.norm.weight")
+        ('model.norm.weight', ['model.norm.weight', 'language_model.model.norm.weight'])
+    """
+
+    prefixes: Mapping[str, str]
+
+    def model_name(self, name: str) -> str | None:
+        """See :class:`Row`."""
+        for old, new in self.prefixes.items():
+            if name.startswith(old):
+                return new + name[len(old) :]
+        return name
+
+    def file_names(self, name: str) -> list[str]:
+        """See :class:`Row`."""
+        pairs = self.prefixes.items()
+        return [name, *(old + name[len(new) :] for old, new in pairs if name.startswith(new))]
+
+
+@dataclass(frozen=True)
+class Headless(Row):
+    """A prefix that files of the model without its head leave out, as transformers' class for it has no such part.
+
+    Attributes:
+        prefix: the prefix.
+        starts: how names begin that lack it.
+
+    Example:
+        >>> Headless("model.", ("layers.", "norm.")).model_name("norm.weight")
+        'model.norm.weight'
+    """
+
+    prefix: str
+    starts: tuple[str, ...]
+
+    def model_name(self, name: str) -> str | None:
+        """See :class:`Row`."""
+        return self.prefix + name if name.startswith(self.starts) else name
+
+
+@dataclass(frozen=True)
+class Rename(Row):
+    """Replaces the first of these endings that a name in a file ends with, unless it ends with the new one.
+
+    Attributes:
+        endings: ending in files → ending in the model.
+        written: whether files are written with these endings; if not, only old files have them.
+
+    Example:
+        >>> Rename({"LayerNorm.gamma": "LayerNorm.weight"}).model_name("embeddings.LayerNorm.gamma")
+        'embeddings.LayerNorm.weight'
+    """
+
+    endings: Mapping[str, str]
+    written: bool = False
+
+    def model_name(self, name: str) -> str | None:
+        """See :class:`Row`."""
+        for old, new in self.endings.items():
+            if name.endswith(old) and not name.endswith(new):  # not renamed already
+                return name[: -len(old)] + new
+        return name
+
+    def file_names(self, name: str) -> list[str]:
+        """See :class:`Row`."""
+        pairs = self.endings.items()
+        old = [name[: -len(new)] + old for old, new in pairs if name.endswith(new)]
+        return [*old, name] if self.written else [name, *old]
+
+
+@dataclass(frozen=True, init=False)
+class Drop(Row):
+    """Drops tensors whose names match a pattern, in which ``*`` is any text.
+
+    Args:
+        patterns: patterns of names.
+        kept: whether a saved model has these tensors again, as they belong to parts that maxjax does not have.
+        head: whether they are heads on top of the model, of which a warning tells; they are ``kept`` too.
+
+    Example:
+        >>> Drop("*.attn.bias").model_name("h.0.attn.bias") is None
+        True
+    """
+
+    patterns: tuple[str, ...]
+    kept: bool
+    head: bool
+
+    def __init__(self, *patterns: str, kept: bool = False, head: bool = False):
+        for field, value in (("patterns", patterns), ("kept", kept or head), ("head", head)):
+            object.__setattr__(self, field, value)
+
+    def model_name(self, name: str) -> str | None:
+        """See :class:`Row`."""
+        return None if matcher(self.patterns).fullmatch(name) else name
+
+    def without(self, *patterns: str) -> Drop:
+        """This row without some of its patterns."""
+        left = (one for one in self.patterns if one not in patterns)
+        return Drop(*left, kept=self.kept, head=self.head)
+
+
+@dataclass(frozen=True, init=False)
+class DropLayers(Row):
+    """Drops layers that have one of these parts, such as layers of multi-token prediction; a saved model has them.
+
+    Args:
+        parts: names of the parts in a layer.
+
+    Example:
+        >>> list(DropLayers("enorm").split({"layers.0.norm.w": 1, "layers.1.norm.w": 1, "layers.1.enorm.w": 1}))
+        ['layers.0.norm.w']
+    """
+
+    parts: tuple[str, ...]
+
+    def __init__(self, *parts: str):
+        object.__setattr__(self, "parts", parts)
+
+    def _layers(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The beginnings of the names of these layers."""
+        pattern = re.compile(rf"(.*\blayers\.\d+\.)(?:{'|'.join(map(re.escape, self.parts))})\..*")
+        return tuple({match[1] for match in map(pattern.fullmatch, names) if match is not None})
+
+    def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See :class:`Row`."""
+        layers = self._layers(tensors)
+        return {name: one for name, one in tensors.items() if not name.startswith(layers)}
+
+    def unloaded(self, names: Collection[str]) -> list[str]:
+        """See :class:`Row`."""
+        layers = self._layers(names)
+        return [name for name in names if name.startswith(layers)]
+
+
+# Scales of a KV cache in FP8, and of what is computed with it: without such a cache they have no effect.
+_CACHE_SCALES = Drop(
+    *(f"*.{one}_scale" for one in ("kv", "k", "v", "q", "prob", "output")), kept=True
+)
+# The text model of a multimodal model, in files of any age; and the other parts of such models.
+VISION_PATTERNS = tuple(
+    f"{prefix}{part}.*"
+    for prefix in ("", "model.", "thinker.")
+    for part in (
+        *("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower"),
+        *("embed_vision", "embed_audio", "connector"),
+    )
+) + ("image_newline", "model.image_newline", "talker.*", "token2wav.*", "code2wav.*")
+TEXT_PREFIX = Prefix(
+    {
+        "model.language_model.": "model.",
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.text_model.": "model.",
+        "thinker.model.": "model.",
+        "thinker.lm_head.": "lm_head.",
+    }
+)
+MULTIMODAL = (TEXT_PREFIX, Drop(*VISION_PATTERNS, kept=True))
+# Tables of RoPE's frequencies, which old files hold and maxjax computes.
+ROPE_TABLES = Drop("*rotary_emb.inv_freq")
+# Decoders with the names of Llama's files.
+DECODER = (ROPE_TABLES, Headless("model.", ("embed_tokens.", "layers.", "norm.")))
+# Layers of multi-token prediction, which follow the model's own layers.
+PREDICTION = DropLayers("eh_proj", "enorm", "hnorm", "shared_head")
+
+
+@dataclass(frozen=True, init=False)
+class Names:
+    """A table of names, whose rows are applied in order when a file is read, and in reverse when it is written.
+
+    Args:
+        rows: the rows.
+
+    Example:
+        >>> names = Names(Prefix({"bert.": ""}), Drop("cls.*", head=True), Rename({"gamma": "weight"}))
+        >>> names.read({"bert.norm.gamma": 1, "cls.weight": 2})
+        {'norm.weight': 1}
+        >>> names.unloaded(["bert.norm.gamma", "cls.weight"])
+        ['cls.weight']
+    """
+
+    rows: tuple[Row, ...]
+
+    def __init__(self, *rows: Row):
+        object.__setattr__(self, "rows", rows)
+
+    @property
+    def _all(self) -> tuple[Row, ...]:
+        return (_CACHE_SCALES, *self.rows)
+
+    def model_name(self, tensor: str) -> str | None:
+        """The model's name for a name in a file, or None if the tensor is dropped."""
+        name: str | None = tensor
+        for row in self._all:
+            if name is not None:
+                name = row.model_name(name)
+        return name
+
+    def file_names(self, name: str) -> list[str]:
+        """The names that files may have for a model's name; the first is the one that is written."""
+        found = [name]
+        for row in reversed(self.rows):
+            found = list(dict.fromkeys(new for one in found for new in row.file_names(one)))
+        return found
+
+    def split(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a file, by its names, with one for each weight; nothing is read.
+
+        Raises:
+            CheckpointFormatError: a tensor that holds several weights has another shape, or two tensors hold one.
+        """
+        for row in self._all:
+            tensors = row.split(tensors)
+        return dict(tensors)
+
+    def read(self, tensors: Mapping[str, Any], model_type: str = "") -> dict[str, Any]:
+        """The tensors of a file by the model's names, with one for each weight; others are dropped.
+
+        Raises:
+            CheckpointFormatError: as for :meth:`split`; or two tensors have the same name in the model.
+        """
+        found: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for tensor, value in self.split(tensors).items():
+            name = self.model_name(tensor)
+            if name is None:
+                continue
+            if name in found:
+                what = f" of a {model_type} model" if model_type else ""
+                raise CheckpointFormatError(
+                    f"'{origin[name]}' and '{tensor}' are both the weight '{name}'{what}"
+                )
+            found[name], origin[name] = value, tensor
+        return found
+
+    def fuse(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse of :meth:`split`."""
+        for row in reversed(self.rows):
+            tensors = row.fuse(tensors)
+        return dict(tensors)
+
+    def write(
+        self, tensors: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The inverse of :meth:`read`: a model's tensors as files hold them.
+
+        Args:
+            tensors: tensors by the model's names.
+            names: names in a certain file, by the model's names; others are those of files of today.
+        """
+        known = {} if names is None else names
+        fused = self.fuse(tensors).items()
+        return {known.get(name) or self.file_names(name)[0]: value for name, value in fused}
+
+    def as_in(self, tensors: Mapping[str, Any]) -> Names:
+        """This table as a file with these tensors has it: :meth:`write` then makes a file of the same form."""
+        return Names(*(row.as_in(tensors) for row in self.rows))
+
+    def unloaded(self, names: Iterable[str]) -> list[str]:
+        """Those names of a file's tensors that a model does not load and that a saved model has nevertheless."""
+        names = list(names)
+        found = {name for name in names if (row := self._dropped_by(name)) and row.kept}
+        for row in self.rows:
+            found.update(row.unloaded(names))
+        return [name for name in names if name in found]
+
+    def heads(self, names: Iterable[str]) -> list[str]:
+        """Those names of a file's tensors that belong to heads that the model does not have."""
+        return [name for name in names if (row := self._dropped_by(name)) and row.head]
+
+    def is_headless(self, names: Iterable[str]) -> bool:
+        """Whether a file with these tensors holds only the model without its head: all lack :attr:`headless_prefix`."""
+        starts = tuple(s for row in self.rows if isinstance(row, Headless) for s in row.starts)
+        kept = [name for name in names if self.model_name(name) is not None]
+        return bool(starts and kept) and all(name.startswith(starts) for name in kept)
+
+    @property
+    def headless_prefix(self) -> str:
+        """The prefix that the names of a file lack if the model has no head."""
+        return next((row.prefix for row in self.rows if isinstance(row, Headless)), "")
+
+    def without(self, *patterns: str) -> Names:
+        """This table, with some patterns no longer dropped."""
+        rows = (row.without(*patterns) if isinstance(row, Drop) else row for row in self.rows)
+        return Names(*rows)
+
+    def _dropped_by(self, tensor: str) -> Drop | None:
+        """The row that drops a tensor by its name."""
+        name: str | None = tensor
+        for row in self._all:
+            after = row.model_name(name)
+            if after is None:
+                return row if isinstance(row, Drop) else None
+            name = after
+        return None
+
+
+@cache
+def matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches the names that one of the patterns matches, in which ``*`` is anything."""
+    each = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
+    return re.compile("|".join(each) or r"(?!)", re.DOTALL)
+
+
+# What PyTorch's wrappers add to the names of the wrapped model: torch.compile, FSDP and activation
+# checkpointing anywhere in a name, DataParallel and averaged models at its start.
+_WRAPPERS = re.compile(
+    r"\A(?:module\.)+|(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+
+
+def unwrapped(named: Mapping[str, T]) -> dict[str, T]:
+    """Removes the parts that PyTorch's wrappers of a model or its layers add to tensor names.
+
+    Where Lightning saved a model as its attribute ``model``, one "model." is removed from each name too.
+    If two tensors would get the same name, all names stay as they are.
+
+    Example:
+        >>> unwrapped({"module._orig_mod.model.norm.weight": 1, "module._orig_mod.lm_head.weight": 2})
+        {'model.norm.weight': 1, 'lm_head.weight': 2}
+        >>> unwrapped({"model.model.norm.weight": 1, "model.lm_head.weight": 2})
+        {'model.norm.weight': 1, 'lm_head.weight': 2}
+    """
+    names = [_WRAPPERS.sub("", _WRAPPERS.sub("", name)) for name in named]
+    fronts = [name.startswith("model.") for name in names]
+    if all(fronts) and any(name.startswith("model.model.") for name in names):
+        names = [name.removeprefix("model.") for name in names]
+    found = dict(zip(names, named.values(), strict=True))
+    return found if len(found) == len(named) else dict(named)
