@@ -1,86 +1,289 @@
-"""Qwen 2 MoE and Qwen 1.5 MoE: a Qwen 2 with experts, and a shared expert that every token goes through.
+"""Qwen 2 and 1.5 with experts: beside those that a token chooses, each token goes through a shared expert.
+
+::
+
+    x = embed_tokens[ids]
+    in each layer:
+        h = input_layernorm(x)
+        q, k, v = rope(q_proj(h)), rope(k_proj(h)), v_proj(h)
+        x = x + o_proj(softmax(q kᵀ / √D) v)                 for each head, over the tokens before
+        h = post_attention_layernorm(x)
+        chosen, shares = the k experts with the largest softmax(gate(h)), and these values
+        x = x + Σ share · expert(h) + σ(shared_expert_gate(h)) · shared_expert(h)
+    logits = lm_head(norm(x))
+
+Each expert is an MLP, ``down_proj(silu(gate_proj(h)) · up_proj(h))``; some layers may have one MLP in their place.
 
 Source: arXiv:2407.10671.
+
+Shapes: B sequences, T tokens, H query heads, K key-value heads, head width D, hidden size E, F inner features,
+X experts, k experts for each token, V tokens in the vocabulary. A decode step has no axis T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import jax
 
 from ..dtype import DType
-from ..graph.device import DeviceRef
-from ..nn.linear import Linear
-from .config import setting
-from .decoder.config import layers_of, own, slides_of, windowed
+from ..nn.activation import activation
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear, linears
+from ..nn.moe import Experts, route
+from ..nn.norm import RMSNorm
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import MoELayer, QwenMoEConfig, SparseMLP
-from .decoder.model import Decoder
+from .parts import (
+    CAUSAL,
+    FULL,
+    SLIDING,
+    Angles,
+    LanguageModel,
+    LanguageModelConfig,
+    LayerCache,
+    Rope,
+    attend,
+    config_field,
+    layer_count,
+    layer_kinds,
+    layers,
+    merge_heads,
+    replicate_over_mesh,
+    rope,
+    run_layers,
+    size,
+    sliding,
+    split_features_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_defaults,
+)
 
 
 @dataclass(frozen=True)
-class Qwen2MoEConfig(QwenMoEConfig):
-    """The settings of a Qwen 2 with experts in all or some layers."""
+class Qwen2MoEConfig(LanguageModelConfig):
+    """The settings of a Qwen 2 with experts: the keys of its ``config.json``, with transformers' defaults.
+
+    Attributes:
+        intermediate_size: inner features of the MLP in a layer without experts.
+        moe_intermediate_size, shared_expert_intermediate_size: inner features of an expert, and of the shared one.
+        num_key_value_heads: K; ``num_attention_heads`` by default.
+        head_dim: D; ``hidden_size / num_attention_heads`` by default.
+        rope_parameters: the rotary position embedding.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        sliding_window: number of tokens, itself included, that a token attends to in the layers that
+            ``layer_types`` calls "sliding_attention".
+        num_experts, num_experts_per_tok: X and k; no layer has experts if X is 0.
+        norm_topk_prob: whether the shares of the chosen experts are normalised to sum to 1.
+        decoder_sparse_step, mlp_only_layers: each layer whose number, from 1, is a multiple of the first has
+            experts, unless the second lists its index.
+    """
 
     model_type = "qwen2_moe"
 
-    unsaid: ClassVar[Mapping[str, Any]] = {**QwenMoEConfig.unsaid, "num_key_value_heads": 16}
-
-    num_experts: int = setting(default=60, held="axis", also=("num_local_experts",))
-    num_experts_per_tok: int = setting(default=4, minimum=1, held="axis")
-    moe_intermediate_size: int | None = setting(default=1408, minimum=1, held="axis")
-    shared_size: int | None = setting(
-        "shared_expert_intermediate_size", default=5632, minimum=1, held="axis"
-    )
-    attention_bias: bool = setting("qkv_bias", default=True)
-    output_bias: bool | None = own(False)
-    qk_norm: bool = own(False)
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    num_key_value_heads: int | None = size(default=None)
+    head_dim: int | None = size(default=None)
+    hidden_act: str = "silu"
+    max_position_embeddings: int = config_field(32_768, minimum=1)
+    rms_norm_eps: float = 1e-6
+    rope_parameters: Rope = Rope(theta=10_000.0)
+    qkv_bias: bool = True
+    tie_word_embeddings: bool = False
+    sliding_window: int | None = config_field(None, minimum=1)
+    layer_types: tuple[str, ...] = config_field((), choices=(FULL, SLIDING))
+    num_experts: int = size(default=60, minimum=0, aliases=("num_local_experts",))
+    num_experts_per_tok: int = size(default=4)
+    moe_intermediate_size: int = size(default=1408)
+    shared_expert_intermediate_size: int = size(default=5632)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = config_field(1, minimum=1, maximum=1000)
+    mlp_only_layers: tuple[int, ...] = config_field((), maximum=1000)
 
     @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The experts, and the layers with a window: every second one before ``max_window_layers``."""
-        found = super().derived(raw)
-        first, layers = raw.get("max_window_layers"), layers_of(raw)
-        window = found["sliding_window"]
-        if type(first) is not int or not layers:
-            return found
-        slides = [window is not None and i % 2 == 0 and i < first for i in range(layers)]
-        return {**found, **windowed(slides_of(raw, slides), window)}
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file, whose window counts only if ``use_sliding_window`` is true.
+
+        Every second layer before ``max_window_layers`` has it, unless ``layer_types`` lists the layers.
+        """
+        defaults = {"num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28}
+        raw = with_defaults(raw, defaults)
+        window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+        first, kinds = raw.get("max_window_layers"), layer_kinds(raw)
+        if kinds is None and type(first) is int:
+            slides = [
+                window is not None and i % 2 == 0 and i < first for i in range(layer_count(raw))
+            ]
+            kinds = [SLIDING if one else FULL for one in slides]
+        window = window if kinds is None or SLIDING in kinds else None
+        return super().from_hf(
+            raw.replaced({"layer_types": kinds, "sliding_window": window}), **values
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, with the switch of the window if there is one."""
+        found = super().to_hf()
+        return {**found, "use_sliding_window": True} if SLIDING in self.layer_types else found
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        is_listed = layer in self.mlp_only_layers
+        return (
+            not is_listed and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+    @classmethod
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings to compare with the tensors: the size of MLPs only if a layer may have one."""
+        steps, listed = raw.get("decoder_sparse_step"), raw.get("mlp_only_layers")
+        if steps in (None, 1) and not listed and raw.get("num_experts") != 0:
+            return {key: raw[key] for key in raw if key != "intermediate_size"}
+        return raw
 
 
-class Qwen2MoEMLP(SparseMLP):
-    """The experts, and a shared expert whose result is multiplied by a gate for each token."""
+class Qwen2MoEAttention(Module):
+    """Attention with rotary positions, in which H/K query heads share a key-value head (arXiv:2305.13245)."""
 
-    def __init__(self, config: Qwen2MoEConfig, dtype: DType):
-        super().__init__(config, dtype)
-        self.shared_expert_gate = Linear(config.hidden_size, 1, dtype, DeviceRef.CPU())
+    def __init__(self, config: Any, layer: int, dtype: DType):
+        super().__init__()
+        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        E, bias, window = config.hidden_size, config.qkv_bias, config.window(layer)
+        self.heads, self.kv_heads, self.head_dim = H, K, D
+        self.mask = CAUSAL if window is None else sliding(window)
+        self.q_proj = Linear(E, H * D, dtype, has_bias=bias)
+        self.k_proj = Linear(E, K * D, dtype, has_bias=bias)
+        self.v_proj = Linear(E, K * D, dtype, has_bias=bias)
+        self.o_proj = Linear(H * D, E, dtype)
 
-    def shared(self, x: jax.Array) -> Any:
-        """``σ(gate(x)) · shared_expert(x)``."""
-        y = super().shared(x)
-        assert y is not None
-        return jax.nn.sigmoid(self.shared_expert_gate(x)) * y
+    def __call__(
+        self, x: jax.Array, cache: LayerCache, angles: Angles
+    ) -> tuple[jax.Array, LayerCache]:
+        q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)  # [B, T, H D], [B, T, K D]
+        q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        q, k = rope(q, angles), rope(k, angles)
+        y, cache = attend(q, k, v, cache, self.mask)  # [B, T, H, D]
+        return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
+        return split_heads_over_mesh(outputs, {"o_proj": self.heads}, self.head_dim)
 
 
-class Qwen2MoELayer(MoELayer):
-    """A layer of a Qwen 2 MoE."""
+class Qwen2MoEMLP(Module):
+    """The gated MLP, SwiGLU (arXiv:2002.05202), with F inner features: of a layer, or the shared expert."""
 
-    sparse_class: ClassVar[Any] = Qwen2MoEMLP
+    def __init__(self, config: Any, F: int, dtype: DType):
+        super().__init__()
+        E = config.hidden_size
+        self.act = config.hidden_act
+        self.gate_proj = Linear(E, F, dtype)
+        self.up_proj = Linear(E, F, dtype)
+        self.down_proj = Linear(F, E, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = linears([self.gate_proj, self.up_proj], x)  # [B, T, F]
+        return self.down_proj(activation(self.act)(gate) * up).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        return split_features_over_mesh(["gate_proj", "up_proj"], ["down_proj"])
 
 
-class Qwen2MoE(Decoder):
-    """A Qwen 2 MoE language model.
+class Qwen2MoESparseMLP(Module):
+    """The mixture of experts: ``Σ share · expert(x)`` over the k best experts, and the gated shared expert."""
+
+    def __init__(self, config: Any, dtype: DType):
+        super().__init__()
+        E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        self.top_k = config.num_experts_per_tok
+        self.shares = "softmax of chosen" if config.norm_topk_prob else "softmax"
+        self.gate = Linear(E, X, dtype)
+        self.experts = Experts(E, F, X, dtype, act=config.hidden_act)
+        self.shared_expert = Qwen2MoEMLP(config, config.shared_expert_intermediate_size, dtype)
+        self.shared_expert_gate = Linear(E, 1, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scores = self.gate(x)  # [B, T, X]
+        chosen, shares = route(scores, self.top_k, self.shares)  # [B, T, k]
+        y = self.experts(x, chosen, shares)  # [B, T, E]
+        share = jax.nn.sigmoid(self.shared_expert_gate(x))  # [B, T, 1]
+        return y + (share * self.shared_expert(x)).astype(x.dtype)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the router."""
+        return replicate_over_mesh("gate")
+
+
+class Qwen2MoEBlock(Module):
+    """One layer: attention, then the MLP or the mixture of experts, each added to the hidden states."""
+
+    def __init__(self, config: Any, layer: int, dtype: DType):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        self.self_attn = Qwen2MoEAttention(config, layer, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        if config.is_sparse(layer):
+            self.mlp: Any = Qwen2MoESparseMLP(config, dtype)
+        else:
+            self.mlp = Qwen2MoEMLP(config, config.intermediate_size, dtype)
+
+    def __call__(
+        self, x: jax.Array, cache: LayerCache, angles: Angles
+    ) -> tuple[jax.Array, LayerCache]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, angles)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class Qwen2MoEModel(Module):
+    """The model without its head: ``model`` in the files."""
+
+    def __init__(self, config: Any, dtype: DType):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers: Any = LayerList(
+            Qwen2MoEBlock(config, layer, dtype) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+
+    def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        x = self.embed_tokens(ids).astype(self.dtype.np)  # [B, T, E]
+        angles = self.config.rope_parameters.angles(cache, self.config.head_dim)
+        x, cache = run_layers(self.layers, x, cache, angles)
+        return self.norm(x), cache
+
+
+class Qwen2MoE(LanguageModel):
+    """A Qwen 2 language model with experts.
+
+    Args:
+        config: settings of the model.
+        dtype: dtype of the weights and of the activations between layers. Norms, softmax and sums
+            are computed in float32 for every dtype.
+        stacked: whether the layers are held as a LayerStack, whose body is compiled once.
 
     Example:
-        >>> config = Qwen2MoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, shared_size=8)
-        >>> [name for name in Qwen2MoE(config).raw_state_dict() if "0.mlp.shared_expert_" in name]
+        >>> sizes = dict(num_hidden_layers=2, num_attention_heads=2, shared_expert_intermediate_size=8)
+        >>> model = Qwen2MoE(Qwen2MoEConfig(100, 8, 16, **sizes))
+        >>> [name for name in model.raw_state_dict() if "0.mlp.shared_expert_" in name]
         ['model.layers.0.mlp.shared_expert_gate.weight']
     """
 
-    layer_class: ClassVar[Any] = Qwen2MoELayer
+    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+        super().__init__(config, dtype)
+        self.model = Qwen2MoEModel(config, self.dtype)
+        self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)
+        if stacked:
+            self.stack()
 
 
 QWEN2_MOE = Qwen2MoE.family = MoEFamily.of(

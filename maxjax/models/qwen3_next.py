@@ -20,12 +20,11 @@ from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import own
 from .decoder.expert_files import MoEFamily
-from .decoder.experts import QwenMoEConfig
+from .decoder.experts import GatedSharedLayer, QwenMoEConfig
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
 from .decoder.model import KNOWN, Decoder
 from .gguf.architectures.qwen3_next import QWEN3_NEXT_GGUF
 from .parts.rotary import Rope
-from .qwen2_moe import Qwen2MoELayer
 
 # Tensors of the layer of multi-token prediction.
 PREDICTING = ("mtp.*",)
@@ -87,7 +86,7 @@ class Qwen3NextDelta(GatedDelta):
         return rules
 
 
-class Qwen3NextLayer(Qwen2MoELayer):
+class Qwen3NextLayer(GatedSharedLayer):
     """A layer with the delta rule (``linear_attn``) or with attention (``self_attn``), and experts."""
 
     attention_class: ClassVar[Any] = GatedAttention

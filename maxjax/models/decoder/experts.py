@@ -382,3 +382,23 @@ class QwenMoEConfig(MoEConfig):
         window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
         sparse = sparse_layers(raw, cls.value(raw, "num_experts"))
         return {"sliding_window": window, "mlp_bias": False, "sparse": sparse}
+
+
+class GatedSharedMLP(SparseMLP):
+    """The experts, and a shared expert whose result is multiplied by a gate for each token."""
+
+    def __init__(self, config: Any, dtype: DType):
+        super().__init__(config, dtype)
+        self.shared_expert_gate = Linear(config.hidden_size, 1, dtype, DeviceRef.CPU())
+
+    def shared(self, x: jax.Array) -> Any:
+        """``σ(gate(x)) · shared_expert(x)``."""
+        y = super().shared(x)
+        assert y is not None
+        return jax.nn.sigmoid(self.shared_expert_gate(x)) * y
+
+
+class GatedSharedLayer(MoELayer):
+    """A layer whose experts are a GatedSharedMLP."""
+
+    sparse_class: ClassVar[Any] = GatedSharedMLP

@@ -230,7 +230,7 @@ def _experts(model: FamilyConfig) -> dict[str, Any]:
     if getattr(size, "moe_intermediate_size", None):
         found["expert_feed_forward_length"] = size.moe_intermediate_size
     if model.architecture == "qwen2moe":
-        found["expert_shared_feed_forward_length"] = size.shared_size
+        found["expert_shared_feed_forward_length"] = size.shared_expert_intermediate_size
     return found
 
 
