@@ -188,8 +188,8 @@ def field_value(field: dataclasses.Field, expected: Any, raw: ReadTracker) -> An
 
     Args:
         field: field of the configuration.
-        expected: its type: ``int``, ``float``, ``bool``, ``str``, ``tuple[…, ...]`` of one of these, or one of
-            them ``| None``.
+        expected: its type: ``int``, ``float``, ``bool``, ``str``, ``tuple[…, ...]`` of one of these, or several of
+            them and None with ``|``.
         raw: content of the file.
 
     Raises:
@@ -202,15 +202,18 @@ def field_value(field: dataclasses.Field, expected: Any, raw: ReadTracker) -> An
         if field.default is dataclasses.MISSING:
             raise CheckpointFormatError(f"'{key}' is missing", path=raw.path)
         return dataclasses.MISSING
-    if typing.get_origin(expected) is tuple:
-        (item, _) = typing.get_args(expected)
+    kinds = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    listed = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    if listed and (isinstance(value, (list, tuple)) or kinds == tuple(listed)):
+        (item, _) = typing.get_args(listed[0])
         if not isinstance(value, (list, tuple)):
             raise CheckpointFormatError(
                 f"'{key}' has the wrong type", path=raw.path, expected="list", found=short(value)
             )
         value = tuple(_checked(key, one, item, field, raw.path) for one in value)
     else:
-        value = _checked(key, value, expected, field, raw.path)
+        others = tuple(kind for kind in kinds if kind not in listed)
+        value = _checked(key, value, others, field, raw.path)
     choices = field.metadata.get("choices")
     for one in value if isinstance(value, tuple) else (value,):
         if choices and one not in choices:
@@ -228,8 +231,9 @@ def _key(field: dataclasses.Field, raw: Mapping[str, Any]) -> str:
 
 
 def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path: Any) -> Any:
-    """``value``, checked against the type and the range of its field."""
-    kinds = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    """``value``, checked against the type (or one of several) and the range of its field."""
+    kinds = typing.get_args(expected) if isinstance(expected, types.UnionType) else expected
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if float in kinds and type(value) is int:
         value = float(value) if abs(value) < 2**53 else math.inf
     if type(value) not in kinds:  # a bool is an int to isinstance

@@ -188,7 +188,7 @@ def test_sizes_of_single_layers_as_transformers_writes_them(layers, width):
                 "hidden_size_per_layer_input": 0}  # fmt: skip
     found = Gemma4Config.from_dict(DECODER | settings)
     assert found.global_head_dim == width
-    assert [i for i, near in enumerate(found.slides) if not near] == list(full)
+    assert [i for i in range(layers) if found.window(i) is None] == list(full)
     with pytest.raises(UnsupportedModelError, match="per_layer_config"):
         MistralConfig.from_dict(DECODER | {"per_layer_config": {"0": {"sliding_window": 4}}})
     MistralConfig.from_dict(DECODER | {"per_layer_config": {}})

@@ -30,7 +30,7 @@ LATENT = DeepseekV3Config(
 SHARED = Gemma4Config(
     VOCAB, 16, 24, **{**SMALL, "num_hidden_layers": 6}, global_head_dim=12, hidden_size_per_layer_input=4,
     vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=3, sliding_window=5,
-    slides=(True, True, False, True, True, False), max_position_embeddings=128,
+    layer_types=(*["sliding_attention"] * 2, "full_attention") * 2, max_position_embeddings=128,
 )  # fmt: skip
 KINDS = {
     "recurrent": (Qwen35, RECURRENT),

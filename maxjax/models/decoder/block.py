@@ -8,11 +8,9 @@ Shapes: B sequences, T tokens, hidden size E, inner features F.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from ...dtype import DType
 from ...errors import UserInputError
@@ -337,28 +335,3 @@ class PlainMLP(NamedMLP):
     def activated(self, x: jax.Array) -> jax.Array:
         """Applies the activation function between the two linear layers, ``[..., F]`` → the same shape."""
         return activation(self.activation_function)(x)
-
-
-class TopMLP(MLP):
-    """A gated MLP that keeps only the largest inner features, and sets about a given share of them to zero.
-
-    The threshold is the quantile of that share in a normal distribution with the features' mean and deviation.
-
-    Attributes:
-        deviations: the threshold, in standard deviations above the mean.
-    """
-
-    def __init__(self, config: Any, share: float, dtype: DType):
-        super().__init__(
-            dtype, None, config.hidden_size, config.intermediate_size, [DeviceRef.CPU()],
-            activation_function=config.hidden_act,
-        )  # fmt: skip
-        self.deviations, self.act = statistics.NormalDist().inv_cdf(share), config.hidden_act
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape."""
-        gate, up = (y.astype(x.dtype) for y in linears([self.gate_proj, self.up_proj], x))
-        mean = jnp.mean(gate, axis=-1, keepdims=True)
-        deviation = jnp.std(gate, axis=-1, keepdims=True)
-        gate = jax.nn.relu(gate - (mean + deviation * jnp.asarray(self.deviations, gate.dtype)))
-        return self.down_proj(activation(self.act)(gate) * up)

@@ -58,8 +58,6 @@ class DecoderConfig(LanguageModelConfig):
 
     # Keys that files of the family may have and that transformers does not use either.
     unused: ClassVar[Collection[str]] = ()
-    # Whether the family reads ``per_layer_config``.
-    has_layer_sizes: ClassVar[bool] = False
     # Whether all models of the family are causal; files of other families may have ``is_causal: false``.
     causal_only: ClassVar[bool] = True
     # Settings, by key, that are the same in every model of the family, whatever a file says.
@@ -213,7 +211,7 @@ class DecoderConfig(LanguageModelConfig):
                 f"'quantization_config' (quant_method {str(method)[:60]!r}): weights that are quantised so cannot be "
                 "written as GGUF, calibrated, or quantised again"
             )
-        if raw.get("per_layer_config") and not cls.has_layer_sizes:
+        if raw.get("per_layer_config"):
             raise UnsupportedModelError(
                 f"'per_layer_config', settings of single layers, of a {cls.model_type or cls.__name__}"
             )

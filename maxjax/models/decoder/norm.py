@@ -18,6 +18,7 @@ from ...graph.placement.strategy import ShardingStrategy
 from ...graph.weight.weight import Weight
 from ...nn.layer import Module
 from ...nn.norm import ConstantLayerNorm, LayerNorm, RMSNorm
+from ..parts.norm import unit_rms as unit_rms
 
 if TYPE_CHECKING:
     from .config import DecoderConfig
@@ -55,11 +56,6 @@ NORMS: dict[str, Callable[[DecoderConfig, DType, int], Any]] = {
     "layer_without_bias": _layer_without_bias,
     "layer_without_weights": _layer_without_weights,
 }
-
-
-def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
-    """``x / rms(x)`` over the last axis: an RMSNorm without a weight, in the dtype of x."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
 
 def norm(config: DecoderConfig, dtype: DType, width: int | None = None) -> Any:

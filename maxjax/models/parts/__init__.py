@@ -31,8 +31,12 @@ from .layer_loop import replicate_over_mesh as replicate_over_mesh
 from .layer_loop import run_layers as run_layers
 from .layer_loop import split_features_over_mesh as split_features_over_mesh
 from .layer_loop import split_heads_over_mesh as split_heads_over_mesh
+from .norm import unit_rms as unit_rms
 from .rotary import Angles as Angles
+from .rotary import Proportional as Proportional
 from .rotary import Rope as Rope
 from .rotary import rope as rope
 from .rotary import ropes_by_kind as ropes_by_kind
 from .rotary import ropes_to_hf as ropes_to_hf
+from .shared_kv import SHARED as SHARED
+from .shared_kv import kept_or_shared as kept_or_shared

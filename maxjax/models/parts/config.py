@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
@@ -146,8 +146,8 @@ class LanguageModelConfig(ModelConfig):
             )
         if SLIDING in (kinds or ()) and getattr(self, "sliding_window", None) is None:
             raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
-        for rope in _ropes_of(self):
-            rope.check(self.rope_width)
+        for name, rope in _ropes_of(self).items():
+            rope.check(self.rope_width_of(name))
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -166,12 +166,16 @@ class LanguageModelConfig(ModelConfig):
     @property
     def ropes_by_length(self) -> list[Rope]:
         """The Ropes whose frequencies depend on the length of the text (LongRoPE, dynamic NTK)."""
-        return [rope for rope in _ropes_of(self) if rope.depends_on_length]
+        return [rope for rope in _ropes_of(self).values() if rope.depends_on_length]
 
     @property
     def rope_width(self) -> int:
-        """The width of the heads that RoPE rotates."""
+        """The width of the heads that RoPE rotates; where layers differ, in layers with full attention."""
         return self.head_dim  # type: ignore[attr-defined]
+
+    def rope_width_of(self, name: str) -> int:
+        """Return the width of the heads that the Rope of a field rotates."""
+        return self.rope_width
 
     def window(self, layer: int) -> int | None:
         """The number of tokens that a token attends to in a layer, itself included; None: all before it."""
@@ -217,7 +221,7 @@ class LanguageModelConfig(ModelConfig):
         """
         try:
             raw = text_settings(raw)
-            cls._refuse_unsupported(raw)
+            _refuse_quantized(raw)
             tracker = ReadTracker(raw, path)
             found = cls.from_hf(tracker)
         except (ValueError, OverflowError) as error:
@@ -225,26 +229,9 @@ class LanguageModelConfig(ModelConfig):
                 raise
             raise CheckpointFormatError(str(error), path=path) from None
         name = cls.model_type or cls.__name__
+        _refuse_unread(name, raw, tracker.keys_seen)
         warn_of_unread(name, raw, {*cls.unused, *tracker.keys_seen})
         return found
-
-    @classmethod
-    def _refuse_unsupported(cls, raw: Mapping[str, Any]) -> None:
-        """Raise UnsupportedModelError for settings that no architecture reads unless it declares them."""
-        name = cls.model_type or cls.__name__
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"]
-            method = method.get("quant_method") if isinstance(method, Mapping) else None
-            raise UnsupportedModelError(
-                f"'quantization_config' (quant_method {str(method)[:60]!r}): weights that are quantised so cannot be "
-                "written as GGUF, calibrated, or quantised again"
-            )
-        if raw.get("per_layer_config") and _is_constant(cls, "per_layer_config"):
-            raise UnsupportedModelError(
-                f"'per_layer_config', settings of single layers, is not supported for {name}"
-            )
-        if raw.get("is_causal") is False and _is_constant(cls, "is_causal"):
-            raise UnsupportedModelError(f"'is_causal' false is not supported for {name}")
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
@@ -309,15 +296,32 @@ class LanguageModelConfig(ModelConfig):
         return found
 
 
-def _is_constant(config: type[Any], name: str) -> bool:
-    """Whether a configuration has no field of this name that is read from files."""
-    field = config.__dataclass_fields__.get(name)
-    return field is None or bool(field.metadata.get("own"))
+def _refuse_quantized(raw: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a file with settings of quantised weights, which only a load applies."""
+    if not raw.get("quantization_config"):
+        return
+    method = raw["quantization_config"]
+    method = method.get("quant_method") if isinstance(method, Mapping) else None
+    raise UnsupportedModelError(
+        f"'quantization_config' (quant_method {str(method)[:60]!r}): weights that are quantised so cannot be "
+        "written as GGUF, calibrated, or quantised again"
+    )
 
 
-def _ropes_of(config: Any) -> list[Rope]:
-    found = (getattr(config, field.name) for field in dataclasses.fields(config))
-    return [one for one in found if isinstance(one, Rope)]
+def _refuse_unread(name: str, raw: Mapping[str, Any], keys_seen: Collection[str]) -> None:
+    """Raise UnsupportedModelError for settings that change the results of every model and that were not read."""
+    if raw.get("per_layer_config") and "per_layer_config" not in keys_seen:
+        raise UnsupportedModelError(
+            f"'per_layer_config', settings of single layers, is not supported for {name}"
+        )
+    if raw.get("is_causal") is False and "is_causal" not in keys_seen:
+        raise UnsupportedModelError(f"'is_causal' false is not supported for {name}")
+
+
+def _ropes_of(config: Any) -> dict[str, Rope]:
+    """Return the Ropes of a configuration by the names of their fields."""
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: one for name, one in found.items() if isinstance(one, Rope)}
 
 
 @functools.lru_cache(maxsize=128)

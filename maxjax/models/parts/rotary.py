@@ -420,33 +420,6 @@ def ropes_to_hf(ropes: Mapping[str, Rope]) -> dict[str, Any]:
     return {"rope_parameters": found}
 
 
-def both_ropes(
-    raw: Mapping[str, Any],
-    context: int,
-    theta: float,
-    local_theta: float,
-    local_base: str = "rope_theta",
-) -> dict[str, Rope]:
-    """The fields ``rope`` and ``local_rope``: :func:`ropes_by_kind` for full and for sliding layers.
-
-    Args:
-        raw, context: as for :func:`ropes_by_kind`.
-        theta, local_theta: default bases of full and of sliding layers.
-        local_base: older key of the base of sliding layers.
-
-    Raises:
-        UnsupportedModelError, ValueError: as for :func:`ropes_by_kind`.
-
-    Example:
-        >>> ropes = both_ropes({"rope_theta": 5e5}, 64, 1e6, 1e4, "rope_local_base_freq")
-        >>> ropes["rope"].theta, ropes["local_rope"].theta
-        (500000.0, 10000.0)
-    """
-    full, sliding = "full_attention", "sliding_attention"
-    found = ropes_by_kind(raw, context, {full: theta, sliding: local_theta}, {sliding: local_base})
-    return {"rope": found[full], "local_rope": found[sliding]}
-
-
 def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under a key of a configuration, or an empty one if the key is missing.
 

@@ -164,10 +164,10 @@ def test_experts_in_a_stack_of_layers():
 
 @pytest.mark.slow
 def test_a_router_with_weights_of_its_own():
-    settings = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    settings = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 64}
     model = random_model(
-        Gemma4, Gemma4Config, num_hidden_layers=1, has_experts=True, head_dim=64, global_head_dim=64,
-        hidden_size_per_layer_input=0, slides=(False,), **settings,
+        Gemma4, Gemma4Config, num_hidden_layers=1, enable_moe_block=True, head_dim=64, global_head_dim=64,
+        hidden_size_per_layer_input=0, **settings,
     )  # fmt: skip
     _, report = maxjax.quantize(model, "q8_0")
     assert report.kept["model.layers.0.moe.router.proj.weight"] == "a router or a small table"

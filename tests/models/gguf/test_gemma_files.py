@@ -148,7 +148,12 @@ def test_a_file_of_the_converter_of_gemma_4():
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         NEAR: {"rope_type": "default", "rope_theta": 1e4},
     }
-    assert Gemma4Config.from_dict(found).rope.scaling.freqs(8, 1e6).tolist() == [1, 0, 0, 0]
+    assert Gemma4Config.from_dict(found).rope_parameters.scaling.freqs(8, 1e6).tolist() == [
+        1,
+        0,
+        0,
+        0,
+    ]
     divided = config_4((2, 2, 2, 1e30))["rope_parameters"][FULL]
     assert (divided["partial_rotary_factor"], divided["factor"]) == (0.75, 2.0)
     assert config_4((1, 1, 1, 1))["rope_parameters"][FULL]["partial_rotary_factor"] == 1.0
