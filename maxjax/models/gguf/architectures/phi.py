@@ -1,11 +1,11 @@
-"""GGUF files of Phi-2 and Phi-3."""
+"""GGUF files of Phi-2."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..metadata import unsupported
-from ..table import GATE_UP, PLAIN_BIASES, GGUFTable, Tensors
+from ..table import PLAIN_BIASES, GGUFTable, Tensors
 
 
 def _split(config: Any, tensors: Tensors) -> Tensors:
@@ -30,22 +30,4 @@ PHI_GGUF = GGUFTable(
     is_partial=True,
     has_head=True,
     split=_split,
-)
-
-PHI3_GGUF = GGUFTable(
-    "phi3",
-    {
-        **GATE_UP,
-        **dict.fromkeys((".attn_q", ".attn_k", ".attn_v")),
-        ".attn_qkv": "self_attn.qkv_proj",
-    },
-    keys={
-        "attention.sliding_window": "sliding_window",
-        "rope.scaling.original_context_length": "original_max_position_embeddings",
-    },
-    fixed={"hidden_act": "silu"},
-    unused=("attention.sliding_window",),
-    biases=(),
-    is_partial=True,
-    is_long=True,
 )
