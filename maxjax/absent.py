@@ -128,7 +128,6 @@ ADVICE: dict[str, dict[str, str]] = {
     "nn": {
         "GPTQLinear MoEQuantized": _PACKED,
         "RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope DistributedAttentionImpl": _ATTENTION,
-        "LatentAttentionWithRope TensorParallelLatentAttentionWithRope": _LATENT,
         "KVCacheMetrics build_max_lengths_tensors": _CACHE,
         "MinPSampler RejectionSampler RejectionSamplerWithResiduals": _SAMPLING,
         "WeightNormConvTranspose1d": "multiply the norm into the weight of a ConvTranspose1d when it is loaded",
@@ -136,14 +135,10 @@ ADVICE: dict[str, dict[str, str]] = {
     "nn.attention": {
         "RaggedAttention GGUFQAttentionWithRope GPTQAttentionWithRope "
         "DistributedAttentionImpl DataParallelAttentionWithRope": _ATTENTION,
-        "LatentAttentionWithRope TensorParallelLatentAttentionWithRope": _LATENT,
     },
     "nn.attention.attention_with_rope": {
         "DataParallelAttentionWithRope GGUFQAttentionWithRope "
         "GPTQAttentionWithRope": _ATTENTION},
-    "nn.attention.multi_latent_attention": {
-        "LatentAttentionWithRope TensorParallelLatentAttentionWithRope "
-        "DataParallelLatentAttentionWithRope": _LATENT},
     "nn.attention.multi_latent_attention_fp8": {
         "LatentAttentionWithRopeFp8 TensorParallelLatentAttentionWithRopeFp8 "
         "DataParallelLatentAttentionWithRopeFp8": _LATENT},
@@ -164,11 +159,11 @@ ADVICE: dict[str, dict[str, str]] = {
     "engine": {"CompiledModel GPUProfilingMode": "InferenceSession.load gives a Model; jax.profiler takes traces"},
     "nn.kv_cache": {
         "BatchCharacteristics KVCacheGroupId KVCacheMemory KVLeafRegion compute_max_seq_len_fitting_in_cache "
-        "compute_num_device_blocks estimated_memory_size MLAKVCacheParams KVCacheMetrics "
+        "compute_num_device_blocks estimated_memory_size KVCacheMetrics "
         "build_max_lengths_tensors": _CACHE,
     },
     "nn.kv_cache.cache_params": {
-        "KVCacheAssignments KVCacheBufferInterface KVCacheMemory MLAKVCacheParams": _CACHE,
+        "KVCacheAssignments KVCacheBufferInterface KVCacheMemory": _CACHE,
     },
     "nn.kv_cache.data_parallelism_utils": {"split_into_groups split_input_row_offsets": _CACHE},
     "nn.kv_cache.metrics": {"KVCacheMetrics": _CACHE},
@@ -182,8 +177,7 @@ ADVICE: dict[str, dict[str, str]] = {
                     "compute_synthetic_acceptance_base_rate": _SAMPLING},
     "nn.sampling.rejection_sampler": {"AcceptanceSampler _draft_step_seed _reshape_target_logits": _SAMPLING},
     "nn.state_space": {
-        "causal_conv1d_varlen_fwd mamba2_ssd_chunk_scan_varlen_fwd_inplace gated_delta_conv1d_fwd "
-        "gated_delta_conv1d_verify_fwd kda_decode short_conv_ring gated_delta_recurrence_fwd "
+        "gated_delta_conv1d_verify_fwd kda_decode short_conv_ring "
         "gated_delta_recurrence_verify_ring_fwd kda_chunk kda_chunk_supports_head_dims verify_width_operand "
         "gated_delta_state_fold": _STATE},
     "nn.state_space.kimi_delta": {"KDA_GATE_LOWER_BOUND KdaGateMode KdaStateLayout": _STATE},

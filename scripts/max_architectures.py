@@ -20,11 +20,13 @@ Needs torch and transformers (scripts/setup.sh --oracles).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -52,19 +54,25 @@ class Architecture(NamedTuple):
     Attributes:
         kind: name of transformers' class of the model.
         settings: settings of its configuration in addition to SMALL.
-        narrow: endings of the names of weights that MAX's files declare in bfloat16, whatever the model's
+        narrow: pattern of the names of weights that MAX's files declare in bfloat16, whatever the model's
             dtype is; their values are rounded to bfloat16 on both sides.
+        wide: modules of MAX's files in which bfloat16 is replaced by float32 (:class:`Wide`).
+        keys: attributes that MAX's files read, and that transformers' configuration does not have.
         folder: name of the folder of MAX's files, if it is not that of the architecture.
         is_encoder: whether it gives hidden states of whole texts instead of logits.
         named: name of the architecture in MAX's file, if it is not ``kind``.
+        hub: beginnings of names of weights, and what they are in the files that MAX's adapters read.
     """
 
     kind: str
     settings: dict[str, Any] = {}
-    narrow: tuple[str, ...] = ()
+    narrow: str = "(?!)"
     folder: str = ""
     is_encoder: bool = False
     named: str = ""
+    hub: tuple[tuple[str, str], ...] = ()
+    keys: dict[str, Any] = {}
+    wide: tuple[str, ...] = ()
 
 
 # transformers' MPNet counts positions from a padding index of 1, whatever pad_token_id is.
@@ -74,6 +82,20 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low
 WHOLE_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "original_max_position_embeddings": 16, "truncate": False}  # fmt: skip
+# MAX scales with mscale what transformers scales with mscale_all_dim; in DeepSeek's files they are equal.
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 16,
+          "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+          "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1,
+          "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True},
+          "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "pretraining_tp": 1,
+          "seq_aux": True}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# No prompt has this token.
+IMAGE = VOCAB
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "image_size": 32, "patch_size": 8}  # fmt: skip
+QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": IMAGE, "vision_start_token_id": IMAGE,
+               "vision_end_token_id": IMAGE}  # fmt: skip
 ARCHITECTURES = {
     "llama3": Architecture("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3": Architecture("Qwen3ForCausalLM", {"head_dim": 32}),
@@ -86,14 +108,14 @@ ARCHITECTURES = {
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
-        narrow=("norm.weight",),
+        narrow=r"norm\.weight$",
     ),
     "mistral": Architecture("MistralForCausalLM", {"head_dim": 32, "sliding_window": None}),
     "gpt_oss": Architecture(
         "GptOssForCausalLM",
         {"head_dim": 32, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
          "rope_parameters": YARN},
-        narrow=("router.weight", "router.bias"),
+        narrow=r"router\.(weight|bias)$",
     ),
     # MAX's olmo2 normalises queries and keys with an epsilon of 1e-6, whatever rms_norm_eps is.
     "olmo2": Architecture("Olmo2ForCausalLM", {"rms_norm_eps": 1e-6}),
@@ -115,7 +137,7 @@ ARCHITECTURES = {
     "llama4": Architecture("Llama4ForCausalLM", {
         "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96,
         "interleave_moe_layer_step": 2, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0]},
-        narrow=("router.weight",)),
+        narrow=r"router\.weight$"),
     "bert": Architecture("BertModel", ENCODER, is_encoder=True),
     "mpnet": Architecture("MPNetModel", ENCODER, is_encoder=True, named="MPNetForMaskedLM"),
     # It has no cache, and gives the states of all tokens.
@@ -125,20 +147,69 @@ ARCHITECTURES = {
         "head_dim": 32, "gating": "per-element", "num_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
         "rope_parameters": {"full_attention": WHOLE_ROPE, "sliding_attention": WHOLE_ROPE}}),
+    "deepseekV2": Architecture("DeepseekV2ForCausalLM", LATENT | {
+        "scoring_func": "softmax", "topk_method": "greedy"}),
+    "deepseekV3": Architecture("DeepseekV3ForCausalLM", LATENT | {
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1},
+        narrow=r"self_attn\.(\w+_proj|kv_a_proj_with_mqa)\.weight$|(mlp|shared_experts)\.(gate|up|down)_proj\.weight$"),
+    "lfm2": Architecture("Lfm2ForCausalLM", {
+        "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
+    "nemotron_h": Architecture("NemotronHForCausalLM", {
+        "head_dim": 32, "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8}),
+    "qwen3_5": Architecture("Qwen3_5ForCausalLM"),
+    # The text halves of models that see.
+    "mistral3": Architecture("Mistral3ForConditionalGeneration", {
+        "tie_word_embeddings": False, "vision_config": VISION | {"model_type": "pixtral"},
+        "text_config": {"model_type": "mistral", "head_dim": 32, "sliding_window": None}}),
+    "pixtral": Architecture("LlavaForConditionalGeneration", {
+        "text_config": {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
+        "image_token_index": IMAGE, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
+    "idefics3": Architecture("Idefics3ForConditionalGeneration", {
+        "text_config": {"model_type": "llama"}, "vision_config": VISION, "scale_factor": 2,
+        "image_token_id": IMAGE}),
+    "gemma3multimodal": Architecture("Gemma3ForConditionalGeneration", {
+        "text_config": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2,
+                        "query_pre_attn_scalar": 32},
+        "vision_config": VISION | {"vision_use_head": False}, "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE},
+        narrow=r"(^|\.)vision_tower|norm\.weight$|projection_weight$",
+        hub=(("vision_tower.", "vision_tower.vision_model."),)),
+    "gemma4": Architecture("Gemma4ForConditionalGeneration", {
+        "text_config": {"head_dim": 32, "global_head_dim": 32, "sliding_window": 8,
+                        "layer_types": ["sliding_attention", "full_attention"] * 2,
+                        "hidden_size_per_layer_input": 0},
+        "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+        "image_token_id": IMAGE}, keys={"global_head_dim": 32}),
+    "qwen2_5vl": Architecture("Qwen2_5_VLForConditionalGeneration", QWEN_TOKENS | {
+        "text_config": {"rope_parameters": MROPE | {"mrope_section": [2, 3, 3]}},
+        "vision_config": VISION | {"out_hidden_size": 64, "depth": 2, "num_heads": 2, "fullatt_block_indexes": [1]}},
+        wide=("weight_adapters", "nn.decoder")),
+    "qwen3vl_moe": Architecture("Qwen3VLForConditionalGeneration", QWEN_TOKENS | {
+        "text_config": {"head_dim": 32, "rope_parameters": MROPE | {"mrope_section": [6, 5, 5]}},
+        "vision_config": VISION | {"out_hidden_size": 64, "depth": 2, "num_heads": 2,
+                                   "deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
+        wide=("weight_adapters", "nn.decoder")),
 }  # fmt: skip
 
 
 # --- transformers ------------------------------------------------------------------------------
 
 
-def theirs_of(one: Architecture) -> Any:
-    """transformers' small model, with random weights."""
+def theirs_of(one: Architecture, settings: Mapping[str, Any] | None = None) -> Any:
+    """transformers' small model, with random weights; by default with the architecture's settings."""
     import torch
     import transformers
 
     kind = getattr(transformers, one.kind)
-    config = kind.config_class(**SMALL | one.settings, attn_implementation="eager")
+    settings = SMALL | one.settings if settings is None else settings
+    if "text_config" in settings:
+        settings = one.settings | {"text_config": SMALL | one.settings["text_config"]}
+    config = kind.config_class(**settings, attn_implementation="eager")
     model = kind(config).eval().to(torch.float32)
+    for name, value in one.keys.items():
+        setattr(getattr(config, "text_config", config), name, value)
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -146,7 +217,7 @@ def theirs_of(one: Architecture) -> Any:
             drawn = torch.tensor(rng.normal(0, 1.5 * scale, tuple(value.shape)))
             if value.ndim == 1 and "norm" in name and "Gemma" not in one.kind:
                 drawn = 1 + drawn
-            if name.endswith(one.narrow):
+            if re.search(one.narrow, name):
                 drawn = drawn.to(torch.bfloat16)
             value.copy_(drawn)
     return model
@@ -159,10 +230,13 @@ def checkpoint_of(theirs: Any, one: Architecture, directory: Path) -> Path:
 
     theirs.save_pretrained(directory)
     file = directory / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    for name in tensors:
-        if name.endswith(one.narrow):
-            tensors[name] = tensors[name].to(torch.bfloat16)
+    tensors = {}
+    for name, value in safetensors.torch.load_file(file).items():
+        for begin, instead in one.hub:
+            if name.startswith(begin):
+                name = instead + name.removeprefix(begin)
+                break
+        tensors[name] = value.to(torch.bfloat16) if re.search(one.narrow, name) else value
     safetensors.torch.save_file(tensors, file)
     return file
 
@@ -192,7 +266,12 @@ def settings_of(config: Any, file: Path, devices: int, apart: bool) -> SimpleNam
     )  # fmt: skip
     return SimpleNamespace(
         model=model, speculative=None, lora=None,
-        runtime=SimpleNamespace(ep_size=devices if apart else 1, max_batch_input_tokens=sum(LENGTHS)),
+        runtime=SimpleNamespace(
+            ep_size=devices if apart else 1, max_batch_input_tokens=sum(LENGTHS), ep_use_allreduce=False,
+            ep_fuse_ffn_combine_send=False, pipeline_role="prefill_and_decode", max_batch_size=len(LENGTHS),
+            max_batch_total_tokens=None, enable_chunked_prefill=False,
+            experimental_device_graph_synthesis=False,
+        ),
     )  # fmt: skip
 
 
@@ -201,21 +280,62 @@ def pipeline_of(
 ) -> Any:
     """MAX's pipeline without its server: its own methods read, adapt, build and load the model."""
     from maxjax.driver import CPU
+    from maxjax.graph import DeviceRef
     from maxjax.graph.weights import load_weights
     from maxjax.nn.transformer import ReturnHiddenStates, ReturnLogits
 
+    for path in one.wide:
+        module = importlib.import_module(f"maxjax.pipelines.architectures.{folder}.{path}")
+        vars(module)["DType"] = Wide()
     file_of = importlib.import_module(f"maxjax.pipelines.architectures.{folder}.arch")
     found = [a for a in vars(file_of).values() if type(a).__name__ == "SupportedArchitecture"]
     arch = next(a for a in found if a.name == (one.named or one.kind))
+    adapter = arch.weight_adapters.get(max_name("graph.weights.WeightsFormat").safetensors)
     pipeline = object.__new__(arch.pipeline_model)
     vars(pipeline).update(
         pipeline_config=settings_of(config, file, devices, apart), weights=load_weights([file]),
         _batch_processor=None, devices=[CPU(i) for i in range(devices)],
-        adapter=arch.weight_adapters[max_name("graph.weights.WeightsFormat").safetensors],
+        adapter=adapter,
+        device_refs=[DeviceRef.CPU(i) for i in range(devices)], max_batch_size=len(LENGTHS),
         return_logits=ReturnLogits.ALL, return_hidden_states=ReturnHiddenStates.NONE,
-        memory_plan=SimpleNamespace(planned_max_length=SMALL["max_position_embeddings"]),
+        memory_plan=SimpleNamespace(
+            planned_max_length=SMALL["max_position_embeddings"],
+            planned_max_batch_total_tokens=len(LENGTHS) * SMALL["max_position_embeddings"],
+        ),
     )  # fmt: skip
+    pipeline.kv_cache_config = pipeline.pipeline_config.model.kv_cache
     return pipeline
+
+
+def as_buffer(data: Any) -> Any:
+    """The tensor of a checkpoint with its values in a Buffer."""
+    data.to_buffer()
+    return data
+
+
+class Wide:
+    """MAX's DType for modules that compute in bfloat16, whatever the model's dtype is: its bfloat16 is float32.
+
+    Results in bfloat16 agree to two digits only, which tells little.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        from maxjax.dtype import DType
+
+        return getattr(DType, "float32" if name == "bfloat16" else name)
+
+
+def cache_settings(pipeline: Any) -> Any:
+    """The settings of the caches, as MAX's constructor of a pipeline makes them."""
+    cache = pipeline.kv_cache_config
+    find = max_name("pipelines.kv_cache.config.cache_dtype_for_encoding")
+    return type(pipeline).get_kv_params(
+        huggingface_config=pipeline.huggingface_config,
+        pipeline_config=pipeline.pipeline_config,
+        devices=pipeline.device_refs,
+        kv_cache_config=cache,
+        cache_dtype=find(pipeline._resolved_encoding, cache.kv_cache_format),
+    )
 
 
 class Ours:
@@ -235,8 +355,10 @@ class Ours:
         self, one: Architecture, folder: str, config: Any, file: Path, devices: int, apart: bool
     ):
         from maxjax.engine import InferenceSession
+        from maxjax.graph import BufferType
 
         pipeline = pipeline_of(one, folder, config, file, devices, apart)
+        pipeline.kv_params = cache_settings(pipeline)
         state = pipeline._load_state_dict()
         model_config = pipeline._create_model_config(state)
         # Subgraphs cannot take pages, so the layers are traced one by one.
@@ -246,31 +368,58 @@ class Ours:
             experts.combine_dtype = experts.dispatch_dtype  # MAX's files have bfloat16
         if hasattr(pipeline, "_init_distributed_runtime"):
             pipeline._init_distributed_runtime(session, model_config)
-        self.kv_params = model_config.kv_params
-        pipeline.kv_params = self.kv_params
-        (spec,) = pipeline.graph_specs(model_config).values()
-        self.types, self.apart = list(spec.input_types), apart
-        if apart:
-            self.run = eagerly(spec)
+        self.kv_params = pipeline.kv_params
+        self.apart = apart
+        if (
+            hasattr(pipeline, "_build_graph_for_compile")
+            and type(pipeline)._build_graph_for_compile
+            is not max_name(
+                "pipelines.lib.interfaces.pipeline_model.GraphPipelineModelWithKVCache"
+            )._build_graph_for_compile
+        ):
+            graph, registry = pipeline._build_graph_for_compile(session, state, model_config)
+            self.types = [value.type for value in graph.inputs]
+            self.run = session.load(graph, weights_registry=registry).execute
         else:
-            graph = spec.trace()
-            self.run = session.load(graph, weights_registry=spec.weights_registry()).execute
-        on = {kind.device.id for kind in self.cache_types()}
+            spec = pipeline.graph_specs(model_config)["decoder"]
+            self.types = [of_text(kind) for kind in spec.input_types]
+            spec = dataclasses.replace(spec, input_types=self.types)
+            if apart:
+                self.run = eagerly(spec)
+            else:
+                graph = spec.trace()
+                self.run = session.load(graph, weights_registry=spec.weights_registry()).execute
+        self.each = list(cache_inputs(self.kv_params.get_symbolic_inputs()))
+        kinds = [kind for _, one in self.each for kind in leaves(one)]
+        places = range(len(self.types))
+        self.first = next(i for i in places if self.types[i : i + len(kinds)] == kinds)
+        on = {leaves(one)[0].device.id for _, one in self.each}
         if on != set(range(devices)):
             raise ValueError(f"the caches are on devices {sorted(on)} of {devices}")
-        self.caches = [self.empty(kind) for kind in self.cache_types()]
+        # What a program takes and gives back: its buffers, and states that are ordinary tensors.
+        self.buffers = [i for i in places if isinstance(self.types[i], BufferType)]
+        self.states = [i for i in places if str(self.types[i].shape[0]) == "conv_batch"]
+        self.kept: dict[int, Any] = {
+            i: self.initial(self.types[i]) for i in self.buffers + self.states
+        }
+        place = self.first
+        for _, one in self.each:
+            self.kept[place] = self.empty(one)
+            place += len(leaves(one))
 
-    def cache_types(self) -> list[Any]:
-        """The types of the pages of every cache."""
-        from maxjax.graph import BufferType
+    def initial(self, kind: Any) -> np.ndarray:
+        """Zeros for a pool or tensor of states, with one row for each sequence."""
+        rows = [len(LENGTHS)] if str(kind.shape[0]) in ("conv_batch", "max_slots") else []
+        return zeros(kind, *rows)
 
-        tail = self.types[-len(self.kv_params.flattened_kv_inputs()) :]
-        return [kind for kind in tail if isinstance(kind, BufferType)]
-
-    def empty(self, kind: Any) -> np.ndarray:
-        """Pages of a cache, filled with NaN, so that a read of unwritten slots is noticed."""
-        pages = len(LENGTHS) * self.pages
-        return np.full([pages, *map(int, list(kind.shape)[1:])], np.nan, kind.dtype.np)
+    def empty(self, one: Any) -> np.ndarray:
+        """Pages of a cache, filled with NaN, so that a read of unwritten slots is noticed; zeros for states."""
+        kind, rows = leaves(one)[0], len(LENGTHS) * self.pages
+        if is_state(one):
+            rows = len(LENGTHS) * int(one.live_row_ids.shape[0])
+        return np.full(
+            [rows, *map(int, list(kind.shape)[1:])], 0 if is_state(one) else np.nan, kind.dtype.np
+        )
 
     @property
     def pages(self) -> int:
@@ -279,8 +428,6 @@ class Ours:
 
     def step(self, tokens: list[np.ndarray], cached: list[int]) -> list[np.ndarray]:
         """The logits of each sequence's new tokens, ``[tokens, VOCAB]``; some models give only the last one's."""
-        from maxjax.graph import BufferType
-
         lengths = [len(one) for one in tokens]
         table = np.random.default_rng(1).permutation(len(tokens) * self.pages)
         splits = np.arange(len(tokens) + 1)  # where the batch is split between devices
@@ -290,31 +437,76 @@ class Ours:
             "return_n_logits": np.ones(1),
             "data_parallel_splits_len": splits,
             str(len(splits)): splits,
+            "3 total_seq_len": np.broadcast_to(
+                np.concatenate([i + np.arange(n) for i, n in zip(cached, lengths, strict=True)]),
+                [3, sum(lengths)],
+            ),  # positions along the axes of M-RoPE
+            "batch_size": np.arange(len(tokens)),  # rows of the pools of states
+            "has_initial_state_len": np.array(cached) > 0,
         }
-        count = len(self.kv_params.flattened_kv_inputs())
         inputs: list[Any] = []
-        for kind in self.types[:-count]:
-            name = str(kind.shape[0])
-            inputs.append(np.asarray(values.get(name, np.zeros(0)), kind.dtype.np))
+        for kind in self.types:
+            sizes = [str(size) for size in kind.shape]
+            value = values.get(" ".join(sizes), values.get(sizes[0], zeros(kind)))
+            inputs.append(np.asarray(value, kind.dtype.np))
         tables = table.reshape(len(tokens), -1)
-        device, tensors = -1, 0
-        for kind in self.types[-count:]:
-            if isinstance(kind, BufferType):
-                device, tensors = device + 1, 0
-                inputs.append(self.caches[device])
-                continue
+        place = self.first
+        for device, one in self.each:
             mine = slice(device, device + 1) if self.apart else slice(None)
             before, new = cached[mine], max(lengths[mine])
-            # In MAX's order: lengths of the caches, page tables, the longest prompt, the longest cache.
-            value = [before, tables[mine], [new], [max(before) + new]][tensors]
-            inputs.append(np.asarray(value, kind.dtype.np))
-            tensors += 1
-        found = self.run(*inputs)
-        self.caches = found[-len(self.caches) :]
-        outputs = found[: -sum(isinstance(kind, BufferType) for kind in self.types)]
+            if is_state(one):
+                layers = int(one.live_row_ids.shape[0])
+                given = [np.arange(layers)[:, None] + layers * np.arange(len(tokens))[None, mine]]
+            else:
+                # In MAX's order: lengths of the caches, page tables, the longest prompt, the longest cache.
+                given = [before, tables[mine], [new], [max(before) + new]]
+            for i, value in enumerate(given, place + 1):
+                inputs[i] = np.asarray(value, self.types[i].dtype.np)
+            place += 1 + len(given)
+        for i, value in self.kept.items():
+            inputs[i] = value
+        outputs = list(self.run(*inputs))
+        for i in reversed(self.buffers):
+            self.kept[i] = outputs.pop()
+        for i in reversed(self.states):
+            self.kept[i] = outputs.pop()
         logits = np.asarray(outputs[min(1, len(outputs) - 1)].to_numpy())
         sizes = lengths if len(logits) == sum(lengths) else [1] * len(lengths)
         return np.split(logits, np.cumsum(sizes)[:-1])
+
+
+def is_state(one: Any) -> bool:
+    """Whether these inputs are of recurrent states, and not of a paged cache."""
+    return hasattr(one, "live_row_ids")
+
+
+def leaves(one: Any) -> tuple[Any, ...]:
+    """The types of the inputs of one cache."""
+    return one.__tree_flatten__()[0]
+
+
+def cache_inputs(tree: Any) -> Iterator[tuple[int, Any]]:
+    """The inputs of each cache in a tree of them, with the number of its device."""
+    if isinstance(tree, Mapping):
+        for one in tree.values():
+            yield from cache_inputs(one)
+        return
+    for device, one in enumerate(tree):
+        yield from ((device, leaf) for leaf in getattr(one, "leaves", [one]))
+
+
+def zeros(kind: Any, *first: int) -> np.ndarray:
+    """An array of a type, with zeros; sizes without a number are 0."""
+    sizes = [int(size) if str(size).isdigit() else 0 for size in kind.shape]
+    return np.zeros([*first, *sizes[len(first) :]], kind.dtype.np)
+
+
+def of_text(kind: Any) -> Any:
+    """The type of an input for a batch of text, which has no rows for images: named dimensions have no size 0."""
+    name = str(kind.shape[0]) if len(kind.shape) else ""
+    if "image" in name or "vision" in name:
+        return type(kind)(kind.dtype, [0, *list(kind.shape)[1:]], kind.device)
+    return kind
 
 
 def eagerly(spec: Any) -> Any:
@@ -409,6 +601,92 @@ def compare_encoder(name: str) -> dict[str, Any]:
             "spread": float(np.std(states[0]))}  # fmt: skip
 
 
+class Part(NamedTuple):
+    """The settings for the run of a part of a pipeline, which has no architecture of its own in MAX's files.
+
+    Attributes:
+        kind: name of transformers' class of the model.
+        settings: settings of its configuration.
+        build: function of the configuration and the weights, which returns MAX's Module, its weights and the types of
+            its inputs.
+        inputs: function of the configuration and a random generator, which returns the inputs of MAX's Module.
+        wanted: function of transformers' model and the inputs as torch tensors, which returns what is wanted.
+    """
+
+    kind: str
+    settings: dict[str, Any]
+    build: Any
+    inputs: Any
+    wanted: Any
+
+
+def umt5(config: Any, weights: Any) -> tuple[Any, Any, list[Any]]:
+    """MAX's text encoder of Wan."""
+    from maxjax.driver import CPU
+    from maxjax.dtype import DType
+    from maxjax.graph import DeviceRef, TensorType
+
+    settings = max_name("pipelines.architectures.umt5.model_config.UMT5Config").generate(
+        config.to_dict(), "float32", [CPU()]
+    )
+    build = max_name("pipelines.architectures.umt5.umt5.UMT5EncoderModel")
+    state = max_name("pipelines.architectures.umt5.model._prepare_state_dict")(weights)
+    kinds = [TensorType(DType.int64, ["batch", "length"], DeviceRef.CPU())] * 2
+    return build(settings, dtype=DType.float32, device=DeviceRef.CPU()), state, kinds
+
+
+def padded_texts(config: Any, rng: np.random.Generator) -> list[np.ndarray]:
+    """Two texts in one batch, and the mask of their tokens."""
+    ids = rng.integers(2, config.vocab_size, [2, max(LENGTHS)])
+    mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
+    return [np.where(mask, ids, 0), mask.astype(np.int64)]
+
+
+PARTS = {
+    "umt5": Part(
+        "UMT5EncoderModel",
+        {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+        umt5, padded_texts,
+        lambda model, ids, mask: [
+            model(row[keep][None])[0][0] for row, keep in zip(ids, mask.bool(), strict=True)
+        ],
+    ),
+}  # fmt: skip
+
+
+def compare_part(name: str) -> dict[str, Any]:
+    """Runs a part of a pipeline: the largest difference of its results; it decodes nothing."""
+    import torch
+
+    from maxjax.engine import InferenceSession
+    from maxjax.graph import Graph
+    from maxjax.graph.weights import load_weights
+
+    part = PARTS[name]
+    one = Architecture(part.kind)
+    theirs = theirs_of(one, part.settings)
+    with tempfile.TemporaryDirectory() as directory:
+        weights = load_weights([checkpoint_of(theirs, one, Path(directory))])
+        module, state, kinds = part.build(theirs.config, weights)
+        module.load_state_dict(state)
+        graph = Graph(name, module, input_types=kinds)
+        program = InferenceSession().load(graph, weights_registry=module.state_dict())
+        inputs = part.inputs(theirs.config, np.random.default_rng(2))
+        given = [np.asarray(x, kind.dtype.np) for x, kind in zip(inputs, kinds, strict=True)]
+        found = program.execute(*given)[0].to_numpy()
+    with torch.no_grad():
+        wanted = [one.numpy() for one in part.wanted(theirs, *map(torch.tensor, inputs))]
+    errors = [
+        np.abs(got[: len(want)] - want).max() for got, want in zip(found, wanted, strict=True)
+    ]
+    return {
+        "name": name,
+        "prefill": float(np.max(errors)),
+        "decode": 0.0,
+        "spread": float(np.std(wanted[0])),
+    }
+
+
 def _states(program: Any, types: Any, texts: list[np.ndarray]) -> list[np.ndarray]:
     """The states of each text, from a program for a padded batch with a mask, or for a ragged one."""
     lengths = [len(text) for text in texts]
@@ -448,8 +726,8 @@ def main() -> int:
         parser.error(f"--apart needs --devices {len(LENGTHS)}, one for each sequence")
     flag = f"--xla_force_host_platform_device_count={options.devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    names = options.names or list(ARCHITECTURES)
-    if unknown := set(names) - ARCHITECTURES.keys():
+    names = options.names or [*ARCHITECTURES, *PARTS]
+    if unknown := set(names) - ARCHITECTURES.keys() - PARTS.keys():
         parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
     site = installation(options.max)
     if site is None:
@@ -457,6 +735,11 @@ def main() -> int:
         return 2
     sys.path.append(str(site))  # other packages that MAX's files import
     sys.meta_path.insert(0, MaxFiles(site / "max"))
+    from maxjax.graph.weights import SafetensorWeights
+
+    # MAX's reader gives Buffers, and some adapters check that.
+    read = SafetensorWeights.data
+    SafetensorWeights.data = lambda self: as_buffer(read(self))  # type: ignore[method-assign]
     if options.table:
         print(
             "| architecture | prompts | tokens after them | standard deviation of the logits |\n|---|---|---|---|"
@@ -464,11 +747,12 @@ def main() -> int:
     failed = False
     for name in names:
         try:
-            one = (
-                compare_encoder(name)
-                if ARCHITECTURES[name].is_encoder
-                else compare(name, options.devices, options.apart)
-            )
+            if name in PARTS:
+                one = compare_part(name)
+            elif ARCHITECTURES[name].is_encoder:
+                one = compare_encoder(name)
+            else:
+                one = compare(name, options.devices, options.apart)
         except Exception as error:  # the other architectures still run
             if options.trace:
                 raise

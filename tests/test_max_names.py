@@ -50,9 +50,9 @@ def test_every_refused_name_is_refused_and_has_advice():
 @pytest.mark.parametrize(
     ("path", "name", "says"),
     [
-        ("nn.kv_cache", "MLAKVCacheParams", "maxjax.nn.KVCache"),
+        ("nn.kv_cache", "KVCacheMemory", "maxjax.nn.KVCache"),
         ("nn.comm.ep.ep_kernels", "fused_silu_quantized", "maxjax.load"),
-        ("nn.attention", "LatentAttentionWithRope", "DeepSeek"), ("graph.ops", "custom", "jax.ffi"),
+        ("nn.kernels", "mla_decode_graph", "DeepSeek"), ("graph.ops", "custom", "jax.ffi"),
         ("graph.ops", "parallel", "XLA schedules"), ("graph.ops.random", "normal", "jax.random.normal"),
     ],
 )  # fmt: skip

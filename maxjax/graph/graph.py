@@ -288,6 +288,18 @@ class Graph(Rendered, metaclass=_Meta):
                 "program runs: rebind the tensor to the size that it has, or declare the input with numbers"
             ) from error
 
+    def hold(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute until the Graph is built, for code that keeps tensors it computed in attributes."""
+        held = vars(owner)
+        before = {name: held[name]} if name in held else {}
+
+        def restore() -> None:
+            held.pop(name, None)
+            held.update(before)
+
+        self._entered.callback(restore)
+        held[name] = value
+
     def output(self, *values: Any) -> None:
         """Sets the outputs of the graph. Call it once, at the end of the block.
 

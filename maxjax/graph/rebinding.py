@@ -45,6 +45,24 @@ def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Ar
     return jax.lax.pad(array, jnp.zeros((), array.dtype), changes)
 
 
+def sized_as(array: jax.Array, sizes: Sequence[Any], message: str) -> jax.Array:
+    """The array, whose sizes must be these; in a Graph, a named size that may differ is checked at each call.
+
+    Args:
+        sizes: sizes of other arrays.
+
+    Raises:
+        ValueError: the rank or a size is different, with ``message``.
+    """
+    if len(sizes) == array.ndim and all(map(same, array.shape, sizes)):
+        return array
+    differ = [(n, size) for n, size in zip(array.shape, sizes, strict=False) if not same(n, size)]
+    known = any(isinstance(n, int) and isinstance(size, int) for n, size in differ)
+    if len(sizes) != array.ndim or known or checks() is None:
+        raise ValueError(message)
+    return rebound(array, [to_dim(size) for size in sizes], message)
+
+
 def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
     """The new size of an axis; adds a check if tracing cannot decide whether it is right."""
     try:

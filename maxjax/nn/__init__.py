@@ -18,10 +18,14 @@ from .init import partition as partition
 if _TYPE_CHECKING:
     from . import hooks as hooks
     from .attention import AttentionWithRope as AttentionWithRope
+    from .attention import LatentAttentionWithRope as LatentAttentionWithRope
     from .attention import MHAMaskVariant as MHAMaskVariant
     from .attention import MultiHeadAttention as MultiHeadAttention
     from .attention import MultiheadAttention as MultiheadAttention
     from .attention import TensorParallelAttentionWithRope as TensorParallelAttentionWithRope
+    from .attention import (
+        TensorParallelLatentAttentionWithRope as TensorParallelLatentAttentionWithRope,
+    )
     from .comm import Allreduce as Allreduce
     from .comm import Signals as Signals
     from .conv import Conv1D as Conv1D
@@ -96,8 +100,8 @@ __getattr__, __dir__, __all__ = _attributes(
     __name__,
     {
         "": "hooks",
-        "attention": "AttentionWithRope MHAMaskVariant MultiHeadAttention MultiheadAttention "
-        "TensorParallelAttentionWithRope",
+        "attention": "AttentionWithRope LatentAttentionWithRope MHAMaskVariant MultiHeadAttention MultiheadAttention "
+        "TensorParallelAttentionWithRope TensorParallelLatentAttentionWithRope",
         "comm": "Allreduce Signals",
         "conv": "Conv1D Conv2d Conv3D",
         "conv_transpose": "ConvTranspose1d",

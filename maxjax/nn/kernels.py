@@ -16,6 +16,7 @@ from ..dtype import DType
 from ..graph.operands import ends
 from ..graph.ops import rms_norm, top_k
 from ..graph.ops.lift import integers, lift
+from ..graph.rebinding import sized_as
 from ..graph.value import TensorValue
 from ..kernels.attention import attention
 from .attention.mask_config import MHAMaskVariant as MHAMaskVariant
@@ -39,7 +40,7 @@ from .paged_attention import rms_norm_key_cache as rms_norm_key_cache
 from .paged_attention import rope_split_store_ragged as rope_split_store_ragged
 from .paged_attention import store_k_cache_ragged as store_k_cache_ragged
 from .paged_attention import store_v_cache_ragged as store_v_cache_ragged
-from .ragged import frequencies, rotated, seen, sequences
+from .ragged import axes_interleaved, frequencies, rotated, seen, sequences
 
 
 @lift
@@ -174,14 +175,18 @@ def rope_ragged_with_position_ids(
     Args:
         input: queries or keys ``[tokens, H, D]``.
         freqs_cis: table ``[positions, W]`` of a RotaryEmbedding.
-        position_ids: positions ``[tokens]``.
-        mrope_section: sections of multi-dimensional positions (M-RoPE); not supported.
+        position_ids: positions ``[tokens]`` or ``[1, tokens]``, or with ``mrope_section`` ``[3, tokens]``.
+        mrope_section: number of pairs of features that use the positions along each axis (M-RoPE); those of the
+            second and third axis are every third pair, from the second and third on.
         interleaved: whether pairs are neighbouring elements; otherwise element i is paired with i + W/2.
 
     Raises:
-        NotImplementedError: ``mrope_section`` is given, or ``position_ids`` has several axes.
+        ValueError: ``mrope_section`` does not fit the positions or the table, or several axes have no sections.
     """
-    table = frequencies(freqs_cis, position_ids, mrope_section)
+    axes = None
+    if mrope_section is not None:
+        axes = axes_interleaved(mrope_section, position_ids, freqs_cis.shape[-1] // 2)
+    table = frequencies(freqs_cis, position_ids, axes)
     return rotated(input, table, interleaved, False)
 
 
@@ -222,7 +227,7 @@ def scatter_nd_skip_oob_indices(input: Any, updates: Any, indices: Any) -> Any:
         indices: indices ``[N, k]`` along the first k axes; negative ones count from the end.
 
     Raises:
-        ValueError: the indices are not integers.
+        ValueError: the indices are not integers, or the shape of the updates does not fit.
     """
     depth, indices = indices.shape[-1], integers(indices, "scatter_nd_skip_oob_indices")
     sizes = jnp.broadcast_to(jnp.array(input.shape[:depth], indices.dtype), indices.shape)
@@ -231,6 +236,9 @@ def scatter_nd_skip_oob_indices(input: Any, updates: Any, indices: Any) -> Any:
         inside = inside & (indices >= -sizes)
         indices = jnp.where(indices < 0, indices + sizes, indices)
     there = jnp.where(jnp.all(inside, axis=-1, keepdims=True), indices, sizes)
+    wanted = (*indices.shape[:-1], *input.shape[depth:])
+    updates = sized_as(updates, wanted, f"scatter_nd_skip_oob_indices: the updates have shape {list(updates.shape)}, "
+                       f"not {list(wanted)}")  # fmt: skip
     return input.at[tuple(there[..., i] for i in range(depth))].set(updates, mode="drop")
 
 

@@ -20,7 +20,7 @@ from ..kernels import matmul
 from ..kernels.attention import attention
 from .attention.mask_config import MHAMaskVariant
 from .kv_cache.paged import KVCacheParams, PagedCacheValues
-from .ragged import frequencies, rotated, seen, sequences
+from .ragged import axes_in_turn, frequencies, rotated, seen, sequences
 
 KEYS, VALUES = 0, 1
 
@@ -129,8 +129,12 @@ def matmul_kv_cache_ragged(
 
 
 def _frequencies(freqs_cis: Any, places: _Places, position_ids: Any, mrope_section: Any) -> Any:
-    positions = places.positions if position_ids is None else _array(position_ids).reshape(-1)
-    return frequencies(_array(freqs_cis), positions, mrope_section)
+    table = _array(freqs_cis)
+    positions = places.positions if position_ids is None else _array(position_ids)
+    axes = None
+    if mrope_section is not None:
+        axes = axes_in_turn(mrope_section, positions, table.shape[-1] // 2)
+    return frequencies(table, positions, axes)
 
 
 def fused_qk_ragged_rope(
@@ -154,14 +158,15 @@ def fused_qk_ragged_rope(
         freqs_cis: table ``[positions, W]`` of a RotaryEmbedding.
         layer_idx: index of the layer.
         interleaved: whether pairs are neighbouring elements; otherwise element i is paired with i + W/2.
-        position_ids: positions ``[N]``; by default those that follow the cached tokens.
-        mrope_section: sections of multi-dimensional positions (M-RoPE); not supported.
+        position_ids: positions ``[N]`` or ``[1, N]``, or with ``mrope_section`` ``[S, N]`` along S axes; by default
+            those that follow the cached tokens.
+        mrope_section: number of pairs of features that use the positions along each axis, in order (M-RoPE).
 
     Returns:
         The rotated queries ``[N, H, D]``.
 
     Raises:
-        NotImplementedError: ``mrope_section`` is given.
+        ValueError: ``mrope_section`` does not fit the positions or the table.
     """
     queries = _array(input)
     places = _Places(kv_collection, input_row_offsets, queries.shape[0])
@@ -206,8 +211,8 @@ def rope_split_store_ragged(
         The rotated queries ``[N, H D]``.
 
     Raises:
-        NotImplementedError: ``k_eq_v`` or ``mrope_section`` is set.
-        ValueError: one of the two norm weights is given alone.
+        NotImplementedError: ``k_eq_v`` is set.
+        ValueError: one of the two norm weights is given alone, or ``mrope_section`` does not fit.
     """
     if k_eq_v:
         raise NotImplementedError("rope_split_store_ragged(k_eq_v=True) is not supported")
@@ -313,12 +318,33 @@ def flash_attention_ragged(
                                   "maxjax.kernels.attention.attention takes a bias")  # fmt: skip
     queries = _array(input)
     places = _Places(kv_collection, input_row_offsets, queries.shape[0])
-    pages, table = (
-        kv_collection.kv_blocks.value,
-        _array(kv_collection.lookup_table).astype(jnp.int32),
-    )
+    (key, value), mask = _read(
+        kv_collection, places, input_row_offsets, layer_idx, (KEYS, VALUES), queries.dtype,
+        mask_variant, local_window_size,
+    )  # fmt: skip
+    sinks = None if sink_weights is None else _array(sink_weights)
+    dtype = queries.dtype if output_dtype is None else DType.of(output_dtype).np
+    found = attention(queries[None], key, value, mask, scale=scale, sinks=sinks)
+    return TensorValue(found[0].astype(dtype))
+
+
+def _read(
+    cache: PagedCacheValues,
+    places: _Places,
+    input_row_offsets: Any,
+    layer_idx: Any,
+    kinds: tuple[int, ...],
+    dtype: Any,
+    mask_variant: MHAMaskVariant,
+    window: int,
+) -> tuple[list[Any], Any]:
+    """What a layer has stored of all sequences, one after the other, ``[1, S, K, D]`` for each kind, and the mask.
+
+    The mask ``[1, N, S]`` says which of them the token at each place attends to.
+    """
+    pages, table = cache.kv_blocks.value, _array(cache.lookup_table).astype(jnp.int32)
     layer = jnp.asarray(_array(layer_idx), jnp.int32).reshape(())
-    there = pages[table, :, layer]  # [B, P, 2, page_size, K, D]
+    there = pages[table, :, layer]  # [B, P, kinds, page_size, K, D]
     length = table.shape[1] * places.page_size
     # The keys of all sequences are concatenated; slots after a sequence's last token may hold anything.
     grid = (table.shape[0], length)
@@ -326,17 +352,63 @@ def flash_attention_ragged(
     at = jnp.broadcast_to(jnp.arange(length)[None], grid).reshape(-1)
     # Not offsets[1:] - offsets[:-1]: B + 1 and B may be unrelated symbolic sizes.
     offsets, row = _array(input_row_offsets).astype(jnp.int32), jnp.arange(table.shape[0])
-    ends = _array(kv_collection.cache_lengths).astype(jnp.int32) + offsets[row + 1] - offsets[row]
+    ends = _array(cache.cache_lengths).astype(jnp.int32) + offsets[row + 1] - offsets[row]
     stored = at < ends[of_row]
     # Slots that were never stored become zeros: they may hold NaN, and 0 * NaN is NaN.
-    key, value = (
-        jnp.where(stored[:, None, None], x, 0).astype(queries.dtype)[None]
-        for x in (there[:, :, kind].reshape(-1, *pages.shape[4:]) for kind in (KEYS, VALUES))
-    )
+    found = [
+        jnp.where(stored[:, None, None], x, 0).astype(dtype)[None]
+        for x in (there[:, :, kind].reshape(-1, *pages.shape[4:]) for kind in kinds)
+    ]
     mask = (places.rows[:, None] == of_row[None]) & stored[None]
-    shown = seen(mask_variant, places.positions, at, local_window_size)
-    mask = mask if shown is None else mask & shown
-    sinks = None if sink_weights is None else _array(sink_weights)
-    dtype = queries.dtype if output_dtype is None else DType.of(output_dtype).np
-    found = attention(queries[None], key, value, mask[None], scale=scale, sinks=sinks)
-    return TensorValue(found[0].astype(dtype))
+    shown = seen(mask_variant, places.positions, at, window)
+    return found, (mask if shown is None else mask & shown)[None]
+
+
+def latent_attention_ragged(
+    q: Any,
+    kv: Any,
+    input_row_offsets: Any,
+    freqs_cis: Any,
+    kv_norm_gamma: Any,
+    w_uk: Any,
+    w_uv: Any,
+    kv_collection: PagedCacheValues,
+    layer_idx: Any,
+    mask_variant: MHAMaskVariant,
+    scale: float,
+    epsilon: float,
+) -> TensorValue:
+    """Multi-head latent attention of the new tokens to all tokens of their sequences (DeepSeek-AI, arXiv:2405.04434).
+
+    The cache keeps for each token a latent vector of R features and a key of W features that all heads share. Queries
+    are projected into the latent space, so that the latent vectors are both keys and values.
+
+    Args:
+        q: queries ``[N, H, D + W]``; RoPE is applied to the last W features of each head.
+        kv: latent vectors and shared keys ``[N, R + W]``, before their RMS norm and RoPE.
+        input_row_offsets: offsets of the sequences ``[B + 1]``.
+        freqs_cis: table ``[positions, W]`` of a RotaryEmbedding, for pairs of neighbouring features.
+        kv_norm_gamma, epsilon: weight ``[R]`` and epsilon of the norm of the latent vectors.
+        w_uk: projections of latent vectors to keys, ``[H, R, D]``.
+        w_uv: projections of latent vectors to values, ``[H, V, R]``.
+        kv_collection: cache of an :class:`~maxjax.nn.kv_cache.MLAKVCacheParams`.
+        layer_idx, mask_variant, scale: as for :func:`flash_attention_ragged`.
+
+    Returns:
+        ``[N, H, V]`` in the dtype of ``q``.
+    """
+    queries, latents, keys, values = (_array(x) for x in (q, kv, w_uk, w_uv))
+    rank, width = keys.shape[1], keys.shape[2]
+    places = _Places(kv_collection, input_row_offsets, queries.shape[0])
+    table = _frequencies(freqs_cis, places, None, None)
+    normed = rms_norm(TensorValue(latents[:, :rank]), TensorValue(kv_norm_gamma), epsilon)
+    rope = rotated(latents[:, None, rank:], table, True, False)[:, 0]
+    stored = jnp.concatenate([normed.value.astype(latents.dtype), rope], axis=-1)
+    _store(kv_collection, places, layer_idx, KEYS, stored)
+    (cached,), mask = _read(
+        kv_collection, places, input_row_offsets, layer_idx, (KEYS,), queries.dtype, mask_variant, -1
+    )  # fmt: skip
+    inside = jnp.einsum("nhd,hrd->nhr", queries[..., :width], keys.astype(queries.dtype))
+    wide = jnp.concatenate([inside, rotated(queries[..., width:], table, True, False)], axis=-1)
+    found = attention(wide[None], cached, cached, mask, scale=scale)[0, ..., :rank]
+    return TensorValue(jnp.einsum("nhr,hvr->nhv", found, values.astype(queries.dtype)))

@@ -149,6 +149,10 @@ class StackedLinear(LowRank):
         layers = np.repeat(np.arange(len(self.out_dims)), self.out_dims)[rows]
         return tuple(int(n) for n in np.bincount(layers, minlength=len(self.out_dims)))
 
+    def _child(self, name: str) -> Linear:
+        """The linear layer of this name, as MAX's files take it, if the weights are not stacked."""
+        return getattr(self, name)
+
     @property
     def stacked_weight(self) -> TensorValue:
         """All weights, ``[sum(out_dims), in_dim]``, clipped if ``clip_weight`` is set."""

@@ -7,7 +7,7 @@ import pytest
 
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Dim, Graph, TensorType, TensorValue, ops
-from maxjax.nn import Module
+from maxjax.nn import Module, kernels
 
 CPU = DeviceRef.CPU()
 
@@ -211,3 +211,38 @@ def test_inputs_whose_sizes_do_not_fit_their_names(types, sizes, message):
 def test_sizes_that_do_not_determine_a_name(sizes, names):
     with pytest.raises(ValueError, match=f"Graph 'g': .* do not determine {names}: declare"):
         compiled(lambda *inputs: inputs[0] * 2.0, *(kind(size) for size in sizes))
+
+
+@pytest.mark.parametrize("op", [ops.scatter_nd, kernels.scatter_nd_skip_oob_indices])
+def test_updates_may_have_another_name_than_their_indices(op):
+    cpu = DeviceRef.CPU()
+    kinds = [TensorType("float32", ("n", 2), cpu), TensorType("float32", ("updates", 2), cpu),
+             TensorType("int32", ("indices", 1), cpu)]  # fmt: skip
+    model = InferenceSession().load(Graph("scatter", op, kinds))
+    x, new = np.zeros((4, 2), np.float32), np.ones((2, 2), np.float32)
+    got = model.execute(x, new, np.array([[2], [0]], np.int32))[0]
+    np.testing.assert_array_equal(got.to_numpy()[:, 0], [1, 0, 1, 0])
+    with pytest.raises(ValueError, match=r"updates.* = 2"):
+        model.execute(x, new, np.array([[2], [0], [1]], np.int32))
+    with pytest.raises(ValueError, match="updates"):
+        op(x, new, np.array([[2], [0], [1]], np.int32))
+
+
+def test_a_module_keeps_a_tensor_in_an_attribute_while_a_graph_is_built():
+    class Doubled(Module):
+        kept = None
+
+        def __init__(self):
+            super().__init__()
+            self.table = None
+
+        def __call__(self, x):
+            if self.kept is None:
+                self.kept = self.table = x + 1.0
+            return self.kept + self.table
+
+    layer = Doubled()
+    for _ in range(2):
+        model = compiled(layer, kind("n"))
+        np.testing.assert_array_equal(model.execute(one(3))[0].to_numpy(), 2 * (one(3) + 1))
+        assert layer.kept is None and layer.table is None

@@ -109,8 +109,28 @@ def test_rope_is_that_of_the_layer(interleaved):
     np.testing.assert_allclose(
         turned.value, jnp.concatenate([got.value, wide[..., :4]], -1), atol=1e-6
     )
-    with pytest.raises(NotImplementedError, match="mrope_section"):
-        kernels.rope_ragged_with_position_ids(x, freqs, positions, mrope_section=[1, 1, 2])
+    turned = kernels.rope_ragged_with_position_ids(
+        x, freqs, positions[None], interleaved=interleaved
+    )
+    np.testing.assert_array_equal(turned.value, again.value)
+
+
+def test_rope_with_positions_along_axes():
+    rope = RotaryEmbedding(16, 2, 100.0, 16)
+    x, freqs = draw(8, 2, 8), rope.freqs_cis
+    positions = np.random.default_rng(3).integers(0, 16, (3, 8)).astype(np.uint32)
+    got = kernels.rope_ragged_with_position_ids(x, freqs, positions, mrope_section=[1, 1, 2])
+    each = [kernels.rope_ragged_with_position_ids(x, freqs, one).value for one in positions]
+    axes = np.repeat(
+        [0, 1, 2, 0], 2
+    )  # of each feature: every third pair is of the second and of the third axis
+    want = np.stack(each, -1)[..., np.arange(8), axes]
+    np.testing.assert_array_equal(got.value, want)
+    for wrong, says in (([2, 2], "position_ids"), ([1, 1, 1], "does not add up to the 4 pairs")):
+        with pytest.raises(ValueError, match=says):
+            kernels.rope_ragged_with_position_ids(x, freqs, positions, mrope_section=wrong)
+    with pytest.raises(ValueError, match="need mrope_section"):
+        kernels.rope_ragged_with_position_ids(x, freqs, positions)
 
 
 def test_experts_of_tokens():

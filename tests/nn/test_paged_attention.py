@@ -173,12 +173,36 @@ def test_windows_and_sinks(variant):
         kernels.flash_attention_ragged(
             PARAMS, q, offsets, cache, number, variant, 0.3, 2, rel_logits=q
         )
-    with pytest.raises(NotImplementedError, match="mrope_section"):
-        kernels.fused_qk_ragged_rope(
-            PARAMS, q, offsets, cache, ROPE.freqs_cis, number, mrope_section=[1]
-        )
     with pytest.raises(NotImplementedError, match="a norm of 3 of the 8 elements"):
         kernels.rms_norm_key_cache(PARAMS, cache, jnp.ones(3), 1e-6, number, 6, offsets, 0.0)
+
+
+def test_positions_along_axes():
+    offsets, number, freqs = jnp.array([0, 6], jnp.uint32), jnp.uint32(0), ROPE.freqs_cis
+    q, k = (jnp.asarray(RNG.standard_normal((6, n, D)), jnp.float32) for n in (H, K))
+    positions = np.random.default_rng(3).integers(0, 16, (3, 6)).astype(np.uint32)
+
+    def rotated(positions, **sections):
+        cache = eager(0)
+        kernels.store_k_cache_ragged(cache, k, offsets, number)
+        turned = kernels.fused_qk_ragged_rope(
+            PARAMS, q, offsets, cache, freqs, number, False, positions, **sections
+        )
+        return turned.value, cache.kv_blocks.value
+
+    found = rotated(positions, mrope_section=[2, 1, 1])
+    each = [rotated(one) for one in positions]
+    axes = np.tile([0, 0, 1, 2], 2)  # of each feature: element i is paired with i + D / 2
+    for got, *parts in zip(found, *each, strict=True):
+        np.testing.assert_array_equal(got, np.stack(parts, -1)[..., np.arange(D), axes])
+    with pytest.raises(ValueError, match=r"mrope_section \[1\] takes position_ids \[1, tokens\]"):
+        rotated(None, mrope_section=[1])
+
+
+def test_values_of_a_cache_have_the_metadata_that_files_of_max_check_for():
+    kinds, values = PARAMS.get_symbolic_inputs()[0], eager()
+    assert kinds.attention_dispatch_metadata is None
+    assert values.attention_dispatch_metadata.shape == [4]
 
 
 def test_settings_of_caches():

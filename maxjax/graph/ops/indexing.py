@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..operands import check_inside
+from ..rebinding import sized_as
 from ..symbolic import to_size
 from ..value import TensorValue, unwrap
 from .lift import array, axis_of, boolean, canonical, integers, lift, numeric, same
@@ -219,9 +220,11 @@ def _scatter_nd(input: Any, updates: Any, indices: Any, op: str, mode: str) -> j
     _same_dtype(x, new, op)
     depth = positions.shape[-1] if positions.ndim else 0
     wanted = (*positions.shape[:-1], *x.shape[depth:])
-    if not 0 < depth <= x.ndim or new.ndim != len(wanted) or not all(map(same, new.shape, wanted)):
-        raise ValueError(f"{op}: updates {new.shape} at indices {positions.shape} of a tensor {x.shape}: "
-                         f"the updates must have shape {wanted}")  # fmt: skip
+    message = (f"{op}: updates {new.shape} at indices {positions.shape} of a tensor {x.shape}: "
+               f"the updates must have shape {wanted}")  # fmt: skip
+    if not 0 < depth <= x.ndim:
+        raise ValueError(message)
+    new = sized_as(new, wanted, message)
     return _update(x, tuple(_along_last(positions)), new, op, mode)
 
 

@@ -13,7 +13,11 @@ if _TYPE_CHECKING:
     from .mask_config import AttentionMaskVariant as AttentionMaskVariant
     from .mask_config import MHAMaskVariant as MHAMaskVariant
     from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
+    from .multi_latent_attention import LatentAttentionWithRope as LatentAttentionWithRope
     from .multi_latent_attention import MLAPrefillMetadata as MLAPrefillMetadata
+    from .multi_latent_attention import (
+        TensorParallelLatentAttentionWithRope as TensorParallelLatentAttentionWithRope,
+    )
     from .multihead_attention import MultiheadAttention as MultiheadAttention
     from .multihead_attention import num_heads_for_device as num_heads_for_device
     from .tapped_attention import attention as attention
@@ -24,7 +28,8 @@ __getattr__, __dir__, __all__ = _attributes(
         "attention_with_rope": "AttentionWithRope TensorParallelAttentionWithRope",
         "mask_config": "AttentionMaskVariant MHAMaskVariant",
         "multi_head_attention": "MultiHeadAttention",
-        "multi_latent_attention": "MLAPrefillMetadata",
+        "multi_latent_attention": "LatentAttentionWithRope MLAPrefillMetadata "
+        "TensorParallelLatentAttentionWithRope",
         "multihead_attention": "MultiheadAttention num_heads_for_device",
         "tapped_attention": "attention",
     },

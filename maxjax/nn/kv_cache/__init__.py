@@ -12,6 +12,7 @@ from .paged import KVCacheInputsPerDevice as KVCacheInputsPerDevice
 from .paged import KVCacheParamInterface as KVCacheParamInterface
 from .paged import KVCacheParams as KVCacheParams
 from .paged import MHAKVCacheParams as MHAKVCacheParams
+from .paged import MLAKVCacheParams as MLAKVCacheParams
 from .paged import MultiKVCacheParams as MultiKVCacheParams
 from .paged import PagedCacheValues as PagedCacheValues
 from .paged import spec_decode_cache_slack as spec_decode_cache_slack

@@ -4,6 +4,7 @@ from ...absent import absent as _absent
 from .paged import KVCacheParamInterface as KVCacheParamInterface
 from .paged import KVCacheParams as KVCacheParams
 from .paged import MHAKVCacheParams as MHAKVCacheParams
+from .paged import MLAKVCacheParams as MLAKVCacheParams
 from .paged import MultiKVCacheParams as MultiKVCacheParams
 from .paged import spec_decode_cache_slack as spec_decode_cache_slack
 from .recurrent_params import PACKED_PAGE_STRIDE as PACKED_PAGE_STRIDE

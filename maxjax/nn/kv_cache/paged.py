@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
+import numpy as np
+
 from ...dtype import DType
 from ...graph.buffer import BufferValue
 from ...graph.device import DeviceRef
@@ -49,7 +51,8 @@ class KVCacheInputsPerDevice(TreeNode, Generic[_Tensor, _Buffer]):
         lookup_table: indices of the pages of each sequence, in order, ``[B, P]``.
         max_prompt_length, max_cache_length: largest numbers of new and of cached tokens of a sequence, ``[1]``;
             ignored.
-        page_stride, attention_dispatch_metadata and the others: inputs of MAX's kernels; ignored.
+        page_stride, attention_dispatch_metadata and the others: inputs of MAX's kernels; ignored. MAX's files check
+            that there is an ``attention_dispatch_metadata``, so that among values it is a constant by default.
     """
 
     kv_blocks: _Buffer
@@ -63,6 +66,11 @@ class KVCacheInputsPerDevice(TreeNode, Generic[_Tensor, _Buffer]):
     scales_lookup_table: _Tensor | None = None
     attention_dispatch_metadata: _Tensor | None = None
     draft_attention_dispatch_metadata: _Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention_dispatch_metadata is None and isinstance(self.kv_blocks, BufferValue):
+            unused: Any = TensorValue(np.zeros(4, np.int64))
+            self.attention_dispatch_metadata = unused
 
     def flatten(self) -> list[Any]:
         """The fields that are set, in order."""
@@ -330,6 +338,53 @@ class MHAKVCacheParams(KVCacheParams):
         """The number of KV heads of a device."""
         start, stop = even_range(self.n_kv_heads, 0, self.tensor_parallel_degree)
         return max(stop - start, 1)
+
+
+@dataclass(kw_only=True)
+class MLAKVCacheParams(KVCacheParams):
+    """Settings of a paged cache of latent vectors (multi-head latent attention), which every device has whole.
+
+    Attributes:
+        num_q_heads: number of query heads, which are split over the devices of a group.
+
+    Raises:
+        ValueError: the query heads do not divide evenly over the devices of a group.
+
+    Example:
+        >>> params = MLAKVCacheParams(dtype=DType.float32, head_dim=40, num_layers=2, num_q_heads=4, page_size=16,
+        ...                           devices=[DeviceRef.CPU()])
+        >>> params.get_symbolic_inputs()[0].kv_blocks.shape
+        [Dim('total_num_pages'), Dim(1), Dim(2), Dim(16), Dim(1), Dim(40)]
+    """
+
+    num_q_heads: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_q_heads % self.tensor_parallel_degree:
+            raise ValueError(
+                f"{self.num_q_heads} query heads do not divide over {self.tensor_parallel_degree} devices"
+            )
+
+    @property
+    def kv_dim(self) -> int:
+        """The number of tensors in a page: 1, because latent vectors are keys and values."""
+        return 1
+
+    @property
+    def n_kv_heads_per_device(self) -> int:
+        """The number of latent vectors of a token: 1."""
+        return 1
+
+    @property
+    def num_q_heads_per_device(self) -> int:
+        """The number of query heads of a device."""
+        return max(self.num_q_heads // self.tensor_parallel_degree, 1)
+
+    @property
+    def replicates_kv_across_tp(self) -> bool:
+        """Whether several devices have the same cache."""
+        return self.tensor_parallel_degree > 1
 
 
 # Settings that all caches of a model share.

@@ -15,7 +15,7 @@ from ...graph.weight.weight import Weight
 from ...rendering.rendered import summary
 from .hooks import Layer
 from .module import Module
-from .static import MIXED, holds_items
+from .static import MIXED, freeze, holds_items
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -35,6 +35,10 @@ else:
             return cls
 
 
+# The classes of items of a list that holds data instead of layers.
+_DATA = (bool, int, float, str)
+
+
 class LayerList(Module, _Of[L], stands_for=list):
     """A list of layers whose weights are named by their position.
 
@@ -45,7 +49,7 @@ class LayerList(Module, _Of[L], stands_for=list):
     A call runs the layers one after the other: the first is called with all arguments, each later one with
     the result of the layer before. Slices and sums are plain lists, and a LayerList equals a plain list
     of the same objects. A list of Modules, or an empty list, becomes a LayerList when it is assigned to
-    an attribute of a Module.
+    an attribute of a Module. Numbers and strings can be appended to an empty one, which then holds only these.
 
     Raises:
         TypeError: an item is not a layer.
@@ -71,7 +75,7 @@ class LayerList(Module, _Of[L], stands_for=list):
 
     def __init__(self, layers: Iterable[L] = ()):
         super().__init__()
-        self._renew(list(layers))
+        self._renew([self._item(layer) for layer in layers])
 
     @property
     def layers(self) -> list[L]:
@@ -93,7 +97,8 @@ class LayerList(Module, _Of[L], stands_for=list):
         """Replaces the content by ``layers``, registered under 0, 1, …."""
         if self._mx_in_stack:
             raise TypeError(self._mx_refusal("layers"))
-        layers = [self._item(layer) for layer in layers]
+        is_data = all(type(layer) in _DATA for layer in layers)
+        layers = layers if is_data else [self._item(layer) for layer in layers]
         for name in [name for name in vars(self) if name.isdigit()]:
             self._forget(name)
             del vars(self)[name]
@@ -107,7 +112,8 @@ class LayerList(Module, _Of[L], stands_for=list):
             elif isinstance(layer, Weight):
                 shards[str(i)] = layer
             else:
-                self._mx_statics[str(i)] = (type(layer), layer)
+                key = freeze(layer, type(self).__name__)[1] if is_data else (type(layer), layer)
+                self._mx_statics[str(i)] = key
         self._mx_children.update(others)
         if shards or self._mx_shards:
             vars(self)["_mx_shards"] = shards
@@ -189,13 +195,13 @@ class LayerList(Module, _Of[L], stands_for=list):
             ValueError: the layer is not in the list.
         """
         for i, one in enumerate(self.layers):
-            if one is layer:
+            if _equal(one, layer):
                 return i
         raise ValueError(f"the layer is not in this {type(self).__name__}")
 
     def count(self, layer: object) -> int:
         """The number of times a layer is in the list."""
-        return sum(one is layer for one in self.layers)
+        return sum(_equal(one, layer) for one in self.layers)
 
     def __add__(self, other: Any) -> Any:
         plain = self._plain_type
@@ -264,10 +270,11 @@ class LayerList(Module, _Of[L], stands_for=list):
         return iter(self.layers)
 
     def __contains__(self, layer: object) -> bool:
-        return any(layer is one for one in self.layers)
+        return any(_equal(one, layer) for one in self.layers)
 
     def __str__(self) -> str:
-        return f"[{', '.join(map(summary, self.layers))}]"
+        layers: list[Any] = self.layers
+        return f"[{', '.join(repr(x) if type(x) in _DATA else summary(x) for x in layers)}]"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers in order.
@@ -280,6 +287,11 @@ class LayerList(Module, _Of[L], stands_for=list):
 
 
 Sequence.register(LayerList)  # type: ignore[attr-defined]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two items are the same layer, or equal data."""
+    return one is other or (type(one) in _DATA and one == other)
 
 
 def in_turn(layers: list[Callable[..., Any]], args: tuple, kwargs: dict) -> Any:

@@ -23,6 +23,7 @@ from ...graph.graph import Graph
 from ...graph.program import Model, Program, Trees
 from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
+from ...graph.value import TensorValue
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
@@ -178,6 +179,9 @@ class Module(OfModule, Layer, StateDict, ABC):
         if hasattr(type(descriptor), "__set__") or name == "__class__":
             structure_changed()
             return super().__setattr__(name, value)  # a property: its setter, or AttributeError
+        is_other = name not in self._mx_locals and name not in self._mx_children
+        if RUNNING.graphs and is_other and type(value) is TensorValue:
+            return RUNNING.graphs[-1].hold(self, name, value)
         lists: tuple[AssignedList, ...] = ()
         if type(value) in (list, tuple) and holds_items(value) is not False:
             lists = AssignedList.of(value, where := f"{type(self).__name__}.{name}")

@@ -295,7 +295,13 @@ def fields_of(value: Any) -> dict[str, Any]:
         cached = {
             n for n in found if isinstance(getattr(type(value), n, None), functools.cached_property)
         }
-        own = {n: getattr(value, n) for n in fields if n in found or hasattr(value, n)}
+        # A derived class may have a property in place of a field, which is computed and may raise any error.
+        computed = {n for n in fields if isinstance(getattr(type(value), n, None), property)}
+        own = {
+            n: getattr(value, n)
+            for n in fields
+            if n in found or (n not in computed and hasattr(value, n))
+        }
         found = {**own, **{n: v for n, v in found.items() if n not in own and n not in cached}}
     return found
 

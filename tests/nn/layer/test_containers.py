@@ -145,8 +145,28 @@ def test_appending_another_kind_names_the_line():
         held.xs.append(3)
     with pytest.raises(TypeError, match=r"module\.layers = \[layer\]"):
         held.sizes.append(linear())
+
+
+def test_an_empty_list_can_become_one_of_data():
+    held = Hold(xs=[])
+    held.xs.append(3)
+    held.xs += [5, 3]
+    assert held.xs == [3, 5, 3] and list(held.xs) == [3, 5, 3] and str(held.xs) == "[3, 5, 3]"
+    assert 5 in held.xs and 4 not in held.xs and held.xs.index(5) == 1 and held.xs.count(3) == 2
+    again = jax.tree.map(lambda x: x, held)
+    assert again.xs == [3, 5, 3] and not jax.tree.leaves(held)
+    other = Hold(xs=[])
+    other.xs.extend([3, 5])
+    assert jax.tree.structure(other) != jax.tree.structure(held)
+    other.xs.append(3)
+    assert jax.tree.structure(other) == jax.tree.structure(held)
     with pytest.raises(TypeError, match="holds layers, not int"):
-        held.empty.append(3)
+        held.xs.append(linear())
+    held.xs.clear()
+    held.xs.append(linear())
+    assert list(held.raw_state_dict()) == ["xs.0.weight"]
+    with pytest.raises(TypeError, match="holds layers, not int"):
+        LayerList([3])
 
 
 def test_a_list_changed_behind_the_module_is_told():

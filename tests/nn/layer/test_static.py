@@ -256,3 +256,23 @@ def test_a_module_with_a_changeable_object_is_freed_at_once():
     gone = weakref.ref(model)
     del model
     assert gone() is None
+
+
+def test_a_property_in_place_of_a_field_is_not_read():
+    @dataclasses.dataclass
+    class Config:
+        size: int
+        theta: float = 1.0
+
+    class Other(Config):
+        @property
+        def theta(self):
+            raise ValueError("not supported here")
+
+        @theta.setter
+        def theta(self, value):
+            pass
+
+    held = Scale(Other(3))
+    assert jax.tree.structure(held) == jax.tree.structure(Scale(Other(3)))
+    assert jax.tree.structure(held) != jax.tree.structure(Scale(Other(4)))
