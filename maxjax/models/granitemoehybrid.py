@@ -18,17 +18,47 @@ from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.block import FusedMLP, HybridLayer
 from .decoder.config import check_kinds, kinds_of, layers_of, own
+from .decoder.experts import MoEConfig, SparseMLP
 from .decoder.mamba2 import Mamba2Mixer, Mamba2Parts, head_dim_of, limits_of
 from .decoder.model import Decoder
 from .gguf.architectures.mamba2 import GRANITE_HYBRID_GGUF
-from .granitemoe import GRANITEMOE, GraniteMoEConfig, GraniteMoEMLP
+from .granitemoe import GRANITEMOE
 from .parts.aliases import alias
 
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 
 
 @dataclass(frozen=True)
-class GraniteHybridConfig(GraniteMoEConfig, Mamba2Parts):
+class GraniteExpertsConfig(MoEConfig):
+    """The settings of a Granite 3 MoE; ``intermediate_size`` is the inner size of an expert."""
+
+    fixed = {"sliding_window": None, "mlp_bias": False}
+
+    embedding_scale: float = setting("embedding_multiplier", default=1.0)
+    query_scale: float | None = setting("attention_multiplier", default=1.0)
+    residual_scale: float = setting("residual_multiplier", default=1.0)
+    logits_scaling: float = setting(default=1.0, minimum=1e-9)
+
+    num_experts: int = setting(
+        "num_local_experts", default=8, minimum=1, held="axis", also=("num_experts",)
+    )
+    moe_intermediate_size: int | None = own(None)
+    norm_topk_prob: bool = own(True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logit_scale", 1 / self.logits_scaling)
+        super().__post_init__()
+
+
+class GraniteExpertsMLP(SparseMLP):
+    """The experts of a Granite 3 MoE."""
+
+    router_name: ClassVar[str] = "router"
+    inner_router: ClassVar[str] = "layer"
+
+
+@dataclass(frozen=True)
+class GraniteHybridConfig(GraniteExpertsConfig, Mamba2Parts):
     """The settings of a Granite 4; ``intermediate_size`` is the inner size of an expert.
 
     Attributes:
@@ -100,7 +130,7 @@ class GraniteHybridLayer(HybridLayer):
         super().__init__(config, number, dtype)
         self.has_experts = config.sparse[number]
         if self.has_experts:
-            self.block_sparse_moe = GraniteMoEMLP(config, dtype)
+            self.block_sparse_moe = GraniteExpertsMLP(config, dtype)
 
     def make_mlp(self, config: Any, number: int, dtype: DType) -> SharedMLP:
         """Makes the shared MLP."""

@@ -1,8 +1,7 @@
-"""GGUF files of OLMo, OLMo 2 and 3, and OLMoE."""
+"""GGUF files of OLMo."""
 
 from __future__ import annotations
 
-from ..names import HEAD_NORMS, expert_names
 from ..table import PERMUTED, GGUFTable
 
 OLMO_GGUF = GGUFTable(
@@ -13,18 +12,4 @@ OLMO_GGUF = GGUFTable(
     biases=(),
     is_square=True,
     epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-)
-
-OLMOE_GGUF = GGUFTable(
-    "olmoe",
-    {
-        **HEAD_NORMS,
-        ".ffn_gate": None,
-        ".ffn_up": None,
-        ".ffn_down": None,
-        **expert_names(),
-    },
-    keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-    fixed={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": None},
-    biases=(),
 )
