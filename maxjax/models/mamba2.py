@@ -131,7 +131,7 @@ class Mamba2Config(LanguageModelConfig):
 class Mamba2Mixer(Module):
     """The layer of Mamba 2: one input projection, a convolution, the recurrence, and a gated norm."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: Mamba2Config, dtype: DType):
         super().__init__()
         H, G = config.num_heads, config.n_groups
         self.heads, self.head_dim = H, config.head_dim
@@ -178,7 +178,7 @@ class Mamba2Mixer(Module):
 class Mamba2Block(Module):
     """One layer: the norm, which is computed in the dtype of the weights, and the mixer."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: Mamba2Config, dtype: DType):
         super().__init__()
         self.dtype = dtype
         self.norm = RMSNorm(
@@ -196,7 +196,7 @@ class Mamba2Model(Module):
 
     embed_tokens = alias("embeddings")
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: Mamba2Config, dtype: DType):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embeddings = Embedding(config.vocab_size, config.hidden_size, dtype)
@@ -227,7 +227,7 @@ class Mamba2(LanguageModel):
 
     model = alias("backbone")
 
-    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+    def __init__(self, config: Mamba2Config, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__(config, dtype)
         self.backbone = Mamba2Model(config, self.dtype)
         self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)

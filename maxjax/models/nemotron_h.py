@@ -1,159 +1,407 @@
 """Nemotron-H (also Nemotron Nano 2): each layer is Mamba 2, attention without RoPE, or an MLP.
 
+::
+
+    x = embeddings[ids]
+    in each layer:
+        x = x + mixer(norm(x))
+    logits = lm_head(norm_f(x))
+
+where the mixer is, for normalised hidden states h, one of
+
+::
+
+    Mamba 2:    z, u, dt = in_proj(h)                        gate, inputs, time steps
+                u, b, c = silu(conv1d(u))                    a causal convolution of each channel
+                dt = max(softplus(dt + dt_bias), time_step_min)
+                S ← exp(-exp(A_log) dt) S + (dt u) ⊗ b       for each head, token after token
+                y = S c + D u
+                out_proj(norm(y · silu(z)))
+    attention:  o_proj(softmax(q kᵀ / √D) v)                 for each head, over the tokens before
+    MLP:        down_proj(relu(up_proj(h))²)
+
 Source: arXiv:2504.03624; transformers' ``modeling_nemotron_h``.
+
+Shapes: B sequences, T tokens, hidden size E. Attention has H query heads and K key-value heads of width D; Mamba 2
+has H heads of P features (I = H P), G groups of heads, N features of the state, and C = I + 2 G N channels of the
+convolution. A decode step, with one token per sequence, has no axis T.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
 from ..dtype import DType
-from ..nn.kv_cache.kinds import KeysValues, Shared, States
-from .config import setting
-from .decoder.attention import Cached, DecoderAttention, Step
-from .decoder.block import PlainMLP
-from .decoder.config import DecoderConfig, kinds_of, own
-from .decoder.mamba2 import Mamba2Mixer, Mamba2Settings
-from .decoder.mixer import MixerLayer
-from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
-from .gguf.architectures.mamba2 import NEMOTRON_H_GGUF
+from ..graph.device import DeviceRef
+from ..graph.placement.arrays import replicate_last_axis
+from ..graph.placement.specs import Split
+from ..graph.placement.strategy import ShardingStrategy
+from ..graph.weight.weight import Weight
+from ..nn.activation import activation
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear, linear_rules, linears
+from ..nn.norm import RMSNorm
+from ..nn.ssm.convolution import CausalConv
+from ..nn.ssm.gated_norm import GatedNorm
+from .decoder.model import KNOWN, DecoderFamily
+from .gguf.config.read import Config, Shapes
+from .gguf.metadata import Settings
+from .gguf.names import KEYS, QUERIES, Rule
+from .gguf.ssm import (
+    SSM_KEYS,
+    check_both_kinds,
+    has_tensor,
+    read_ssm_sizes,
+    ssm_names,
+    write_ssm_sizes,
+)
+from .gguf.table import GGUFTable
+from .parts import (
+    LanguageModel,
+    LanguageModelConfig,
+    LayerCache,
+    attend,
+    config_field,
+    constant,
+    layers,
+    merge_heads,
+    run_layers,
+    size,
+    split_features_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_defaults,
+)
 from .parts.aliases import alias
+from .parts.mamba import check_mamba, mamba_states
+from .parts.recurrent import automatic_axes, convolve, per_feature, ssd
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-_KINDS = {
-    "mamba": "mamba", "linear_attention": "mamba", "attention": "attention",
-    "full_attention": "attention", "mlp": "mlp",
-}  # fmt: skip
-_OF_EXPERTS = ("n_routed_experts", "n_shared_experts", "routed_scaling_factor", "num_local_experts")
-_DEFAULT = ["linear_attention", "moe", "full_attention", "mlp"]
+_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 @dataclass(frozen=True)
-class NemotronHConfig(DecoderConfig):
+class NemotronHConfig(LanguageModelConfig):
     """The settings of a Nemotron-H without experts.
 
     Attributes:
+        layers_block_type: kind of each layer: "mamba", "attention" or "mlp".
+        mlp_hidden_act, mamba_hidden_act: activation functions of MLPs, and of Mamba 2 after the convolution.
         mamba_num_heads, mamba_head_dim, n_groups, ssm_state_size, conv_kernel: sizes of Mamba 2.
         time_step_min: minimum length of a time step.
-        kinds: kind of each layer: "mamba", "attention" or "mlp".
-        mamba: the settings of Mamba 2.
     """
 
     model_type = "nemotron_h"
-    unsaid: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    # Numbers of experts, which no layer has.
+    unused = (
+        "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "num_local_experts",
+    )  # fmt: skip
 
-    norm: str = own("wide_rms")
-    rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
-    max_position_embeddings: int = setting(default=4096, minimum=1)
-    head_dim: int | None = setting(default=128, minimum=1, held="axis")
-    hidden_act: str = setting("mlp_hidden_act", default="relu2")
-    mamba_hidden_act: str = setting(default="silu")
-    mamba_num_heads: int = setting(default=128, minimum=1, held="axis")
-    mamba_head_dim: int = setting(default=64, minimum=1, held="axis")
-    n_groups: int = setting(default=8, minimum=1, held="axis", also=("mamba_n_groups",))
-    ssm_state_size: int = setting(default=128, minimum=1, held="axis")
-    conv_kernel: int = setting(default=4, minimum=2, held="axis", also=("mamba_d_conv",))
-    use_conv_bias: bool = setting(default=True, also=("mamba_conv_bias",))
-    use_bias: bool = setting(default=False)
-    time_step_min: float = setting(default=0.001, also=("mamba_dt_min",))
-    rope: Any = own(None)
-    kinds: tuple = own(())
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    num_key_value_heads: int = size(default=None)
+    head_dim: int = size(128)
+    layers_block_type: tuple[str, ...] = config_field((), choices=("mamba", "attention", "mlp"))
+    mlp_hidden_act: str = "relu2"
+    mamba_hidden_act: str = "silu"
+    max_position_embeddings: int = config_field(4096, minimum=1)
+    layer_norm_epsilon: float = 1e-5
+    mamba_num_heads: int = size(128)
+    mamba_head_dim: int = size(64)
+    n_groups: int = size(8, aliases=("mamba_n_groups",))
+    ssm_state_size: int = size(128)
+    conv_kernel: int = size(4, minimum=2, aliases=("mamba_d_conv",))
+    use_conv_bias: bool = config_field(True, aliases=("mamba_conv_bias",))
+    use_bias: bool = False
+    time_step_min: float = config_field(0.001, aliases=("mamba_dt_min",))
+    attention_bias: bool = constant(False)
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
 
-    def __post_init__(self) -> None:
-        kinds = tuple(self.kinds) or ("mamba",) * self.num_hidden_layers
-        object.__setattr__(self, "kinds", kinds)
-        if len(kinds) != self.num_hidden_layers:
-            raise ValueError(f"{len(kinds)} entries say what {self.num_hidden_layers} layers are")
-        mamba = Mamba2Settings(
-            self.mamba_num_heads, self.mamba_head_dim, self.n_groups, self.ssm_state_size,
-            self.conv_kernel, self.use_bias, self.use_conv_bias,
-            (self.time_step_min, float("inf")), self.mamba_hidden_act, self.rms_norm_eps,
-        )  # fmt: skip
-        object.__setattr__(self, "mamba", mamba)
-        super().__post_init__()
+    def _fill_in(self) -> None:
+        if not self.layers_block_type:
+            self._set("layers_block_type", ("mamba",) * self.num_hidden_layers)
+        super()._fill_in()
+
+    def _check(self) -> None:
+        if len(self.layers_block_type) != self.num_hidden_layers:
+            raise ValueError(
+                f"'layers_block_type' has {len(self.layers_block_type)} entries for "
+                f"{self.num_hidden_layers} layers"
+            )
+        check_mamba(self.mamba_num_heads, self.n_groups)
+        super()._check()
 
     @property
-    def layer_kinds(self) -> tuple:
+    def inner_size(self) -> int:
+        """I, the features of all heads of Mamba 2."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def channels(self) -> int:
+        """C, the channels of the convolution."""
+        return self.inner_size + 2 * self.n_groups * self.ssm_state_size
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
         """A kind for each layer; layers of one kind have the same tensors."""
-        return self.kinds
+        return self.layers_block_type
 
-    def states(self, number: int) -> Mapping[str, KeysValues | States | Shared]:
+    def states(self, layer: int) -> Mapping[str, Any]:
         """The states of Mamba 2, the keys and values of attention, or nothing for an MLP."""
-        if self.kinds[number] == "mamba":
-            return {Mamba2Mixer.group: Mamba2Mixer.kept(self)}
-        return super().states(number) if self.kinds[number] == "attention" else {}
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """Returns no RoPE."""
-        return {}
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The kinds of the layers, which may be given as letters."""
-        key, letters = "layers_block_type", raw.get("hybrid_override_pattern")
-        given = raw.get("layer_types") if raw.get(key) is None else raw[key]
-        if given is None and letters is not None:
-            if not isinstance(letters, str):
-                raise ValueError("'hybrid_override_pattern' is not a string")
-            given = [_LETTERS.get(letter, letter) for letter in letters]
-        kinds = kinds_of({key: _DEFAULT if given is None else given}, _KINDS, key=key)
-        for key in _OF_EXPERTS:  # read, so that no warning names them: no layer has experts
-            raw.get(key)
-        return {
-            "kinds": kinds, "attention_bias": False, "num_hidden_layers": len(kinds), "sliding_window": None,
-        }  # fmt: skip
-
-
-class NemotronHLayer(MixerLayer):
-    """``x + mixer(norm(x))``, where the mixer is Mamba 2, attention or an MLP."""
-
-    def make_mixer(self, config: NemotronHConfig, number: int, dtype: DType) -> Any:
-        """Makes the mixer for the layer's kind."""
-        self.kind = config.kinds[number]
-        if self.kind == "mamba":
-            return Mamba2Mixer(config, dtype)
-        if self.kind == "attention":
-            return DecoderAttention(config, False, dtype)
-        return PlainMLP(
-            ("up_proj", "down_proj"), config.hidden_size, config.intermediate_size, dtype,
-            config.hidden_act, config.mlp_bias,
+        kind = self.layers_block_type[layer]
+        if kind != "mamba":
+            return super().states(layer) if kind == "attention" else {}
+        return mamba_states(
+            taps=self.conv_kernel, channels=self.channels, heads=self.mamba_num_heads,
+            head_dim=self.mamba_head_dim, state_size=self.ssm_state_size,
         )  # fmt: skip
 
-    def mixed(
-        self, x: jax.Array, step: Step, cached: Cached, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """The mixer's result, and the cache with these tokens; an MLP does not change the cache."""
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file, whose layers may be given as letters."""
+        raw = with_defaults(raw, {"num_key_value_heads": 8})
+        kinds, letters = raw.get("layers_block_type"), raw.get("hybrid_override_pattern")
+        kinds = raw.get("layer_types") if kinds is None else kinds
+        if kinds is None and letters is None:  # as transformers
+            kinds = ["linear_attention", "moe", "full_attention", "mlp"]
+        elif kinds is None:
+            if not isinstance(letters, str):
+                raise ValueError("'hybrid_override_pattern' is not a string")
+            kinds = [_LETTERS.get(letter, letter) for letter in letters]
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise ValueError("'layers_block_type' is not a list of strings")
+        kinds = [_NAMES.get(kind, kind) for kind in kinds]
+        found = {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+        return super().from_hf(raw.replaced(found), **values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings; the list of the layers has their number."""
+        found = super().to_hf()
+        del found["num_hidden_layers"]
+        return found
+
+
+class NemotronHMamba(Module):
+    """Mamba 2: one input projection, a convolution, the recurrence, and a gated norm."""
+
+    def __init__(self, config: NemotronHConfig, dtype: DType):
+        super().__init__()
+        H, G = config.mamba_num_heads, config.n_groups
+        self.heads, self.head_dim = H, config.mamba_head_dim
+        self.groups, self.state_size = G, config.ssm_state_size
+        self.act, self.time_step_min = config.mamba_hidden_act, config.time_step_min
+        E, inner, channels = config.hidden_size, config.inner_size, config.channels
+        self.in_proj = Linear(E, inner + channels + H, dtype, has_bias=config.use_bias)
+        self.conv1d = CausalConv(channels, config.conv_kernel, dtype, config.use_conv_bias)
+        self.A_log, self.D, self.dt_bias = (
+            Weight(name, dtype, (H,), DeviceRef.CPU()) for name in ("A_log", "D", "dt_bias")
+        )
+        self.norm = GatedNorm(inner, dtype, config.layer_norm_epsilon, G, gate_first=True)
+        self.out_proj = Linear(inner, E, dtype, has_bias=config.use_bias)
+
+    @automatic_axes
+    def __call__(self, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        inner, group = self.heads * self.head_dim, self.groups * self.state_size  # I, G N
+        y = self.in_proj(x).astype(x.dtype)  # [B, T, I + C + H]
+        # On a mesh, shards of the projection do not end where its parts do.
+        y = replicate_last_axis(y, self.in_proj.weight, 0)
+        z, u, dt = jnp.split(y, (inner, 2 * inner + 2 * group), axis=-1)
+        u, cache = convolve(self.conv1d, u, cache, "mamba")  # [B, T, C]
+        u, b, c = jnp.split(activation(self.act)(u), (inner, inner + group), axis=-1)
+        u = split_heads(u, self.head_dim)  # [B, T, H, P]
+        b, c = split_heads(b, self.state_size), split_heads(c, self.state_size)  # [B, T, G, N]
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + per_feature(self.dt_bias, dt))
+        dt = jnp.clip(dt, self.time_step_min, math.inf)  # [B, T, H]
+        decay = dt * -jnp.exp(per_feature(self.A_log, dt))
+        y, cache = ssd(u * dt[..., None], decay, b, c, cache, "mamba")  # [B, T, H, P]
+        y = merge_heads(y + u * per_feature(self.D, dt)[..., None])
+        return self.out_proj(self.norm(y, z).astype(x.dtype)).astype(x.dtype), cache  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits ``in_proj`` along its rows, and ``out_proj`` between heads."""
+        columns = ShardingStrategy.head_aware_columnwise(1, self.heads, self.head_dim)
+        whole = Split(ShardingStrategy.replicate(1))
+        return {
+            **linear_rules("in_proj", ShardingStrategy.rowwise(1)),
+            **linear_rules("out_proj", columns),
+            **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], whole),
+        }
+
+
+class NemotronHAttention(Module):
+    """Attention without positions, in which H/K query heads share a key-value head (arXiv:2305.13245)."""
+
+    def __init__(self, config: NemotronHConfig, dtype: DType):
+        super().__init__()
+        E, D = config.hidden_size, config.head_dim
+        H, K = config.num_attention_heads, config.num_key_value_heads
+        self.heads, self.kv_heads, self.head_dim = H, K, D
+        self.q_proj = Linear(E, H * D, dtype)
+        self.k_proj = Linear(E, K * D, dtype)
+        self.v_proj = Linear(E, K * D, dtype)
+        self.o_proj = Linear(H * D, E, dtype)
+
+    def __call__(self, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)  # [B, T, H D], [B, T, K D]
+        q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        y, cache = attend(q, k, v, cache)  # [B, T, H, D]
+        return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
+        return split_heads_over_mesh(outputs, {"o_proj": self.heads}, self.head_dim)
+
+
+class NemotronHMLP(Module):
+    """An MLP without a gate."""
+
+    def __init__(self, config: NemotronHConfig, dtype: DType):
+        super().__init__()
+        E, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.act = config.mlp_hidden_act
+        self.up_proj = Linear(E, F, dtype, has_bias=bias)
+        self.down_proj = Linear(F, E, dtype, has_bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(activation(self.act)(self.up_proj(x)))  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        return split_features_over_mesh(["up_proj"], ["down_proj"])
+
+
+class NemotronHBlock(Module):
+    """One layer: Mamba 2, attention or an MLP, added to the hidden states."""
+
+    def __init__(self, config: NemotronHConfig, layer: int, dtype: DType):
+        super().__init__()
+        self.kind = config.layers_block_type[layer]
+        self.norm = RMSNorm(config.hidden_size, dtype, config.layer_norm_epsilon)
+        kinds = {"mamba": NemotronHMamba, "attention": NemotronHAttention, "mlp": NemotronHMLP}
+        self.mixer: Any = kinds[self.kind](config, dtype)
+
+    def __call__(self, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        h = self.norm(x)
         if self.kind == "mlp":
-            return self.mixer(x), cached
-        return self.mixer(x, step, cached, layer)
+            y = self.mixer(h)
+        else:
+            y, cache = self.mixer(h, cache)
+        return x + y.astype(x.dtype), cache
 
 
-class NemotronHBackbone(DecoderModel):
-    """The model without its head, with the names of its files: ``embeddings``, ``layers``, ``norm_f``."""
+class NemotronHModel(Module):
+    """The model without its head: ``backbone`` in the files."""
 
-    embed_tokens, norm = alias("embeddings"), alias("norm_f")
+    embed_tokens = alias("embeddings")
+
+    def __init__(self, config: NemotronHConfig, dtype: DType):
+        super().__init__()
+        self.dtype = dtype
+        self.embeddings = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers: Any = LayerList(
+            NemotronHBlock(config, layer, dtype) for layer in range(config.num_hidden_layers)
+        )
+        self.norm_f = RMSNorm(config.hidden_size, dtype, config.layer_norm_epsilon)
+
+    def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        x = self.embeddings(ids).astype(self.dtype.np)  # [B, T, E]
+        x, cache = run_layers(self.layers, x, cache)
+        return self.norm_f(x), cache
 
 
-class NemotronH(Decoder):
+class NemotronH(LanguageModel):
     """A Nemotron-H language model.
 
     Example:
         >>> config = NemotronHConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2, mamba_num_heads=4,
-        ...     mamba_head_dim=4, n_groups=2, ssm_state_size=6, kinds=("mamba", "mlp", "attention"))
+        ...     mamba_head_dim=4, n_groups=2, ssm_state_size=6, layers_block_type=("mamba", "mlp", "attention"))
         >>> cache = NemotronH(config).cache(batch=1, capacity=16)
         >>> cache.num_layers, cache.more["mamba"].layers
         (1, 1)
     """
 
-    layer_class: ClassVar[Any] = NemotronHLayer
-    model_class: ClassVar[Any] = NemotronHBackbone
     model = alias("backbone")
 
+    def __init__(
+        self, config: NemotronHConfig, dtype: Any = DType.float32, *, stacked: bool = True
+    ):
+        super().__init__(config, dtype)
+        self.backbone = NemotronHModel(config, self.dtype)
+        self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)
+        if stacked:
+            self.stack()
+
+
+# --- GGUF files ----------------------------------------------------------------------------------
+
+# For each kind of layer except MLPs, a tensor that only this kind has.
+_TENSOR_OF_KIND = {"M": "ssm_in.weight", "*": "attn_q.weight"}
+# The minimum time step in transformers, which GGUF files do not hold and llama.cpp does not apply.
+_TIME_STEP_MIN = 0.001
+
+
+def _read_gguf(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """Return the sizes of Mamba 2, and the kinds of the layers."""
+    names = {
+        "heads": "mamba_num_heads", "width": "mamba_head_dim", "groups": "n_groups",
+        "state": "ssm_state_size", "taps": "conv_kernel", "expand": "expand",
+    }  # fmt: skip
+    kinds = _TENSOR_OF_KIND.items()
+    letters = [
+        next((letter for letter, name in kinds if f"blk.{i}.{name}" in tensors), "-")
+        for i in range(config["num_hidden_layers"])
+    ]
+    return {
+        **read_ssm_sizes(given, names), "hybrid_override_pattern": "".join(letters),
+        "intermediate_size": config["intermediate_size"] or config["hidden_size"],
+        "use_conv_bias": has_tensor("ssm_conv1d.bias", tensors) or "M" not in letters,
+        "use_bias": has_tensor("ssm_in.bias", tensors),
+        "mlp_bias": has_tensor("ffn_up.bias", tensors),
+    }  # fmt: skip
+
+
+def _write_gguf(config: NemotronHConfig) -> dict[str, Any]:
+    """Return further metadata; the numbers of KV heads and of MLP features give each layer's kind."""
+    kinds, kv_heads = config.layers_block_type, config.num_key_value_heads
+    check_both_kinds([one == "mamba" for one in kinds], [one == "attention" for one in kinds])
+    return {
+        **write_ssm_sizes(
+            taps=config.conv_kernel, state_size=config.ssm_state_size, groups=config.n_groups,
+            heads=config.mamba_num_heads, inner=config.inner_size, conv_bias=config.use_conv_bias,
+            act=config.mamba_hidden_act, limit=(config.time_step_min, math.inf), least=_TIME_STEP_MIN,
+        ),
+        "attention.head_count_kv": [kv_heads * (kind == "attention") for kind in kinds],
+        "feed_forward_length": [config.intermediate_size * (kind == "mlp") for kind in kinds],
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,  # llama.cpp asks for it, too
+    }  # fmt: skip
+
+
+NEMOTRON_H_GGUF = GGUFTable(
+    "nemotron_h",
+    {
+        "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", ".attn_norm": "norm",
+        **ssm_names("mixer"), ".attn_q": Rule("mixer.q_proj", QUERIES), ".attn_k": Rule("mixer.k_proj", KEYS),
+        ".attn_v": "mixer.v_proj", ".attn_output": "mixer.o_proj", ".ffn_up": "mixer.up_proj",
+        ".ffn_down": "mixer.down_proj", ".ffn_gate": None, ".ffn_norm": None,
+    },
+    fixed={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "time_step_min": _TIME_STEP_MIN},
+    read=_read_gguf, write=_write_gguf, layer="backbone.layers.*.", has_rope=False,
+    written=(*SSM_KEYS, "attention.layer_norm_epsilon"),
+    biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down", "ssm_conv1d", "ssm_dt"),
+    epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
+)  # fmt: skip
 
 NEMOTRON_H = NemotronH.family = DecoderFamily.of(
     NemotronH, NemotronHConfig,

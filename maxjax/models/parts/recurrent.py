@@ -141,14 +141,14 @@ def rows_used(batch: int, cache: LayerCache) -> jax.Array:
     return jnp.ones(batch, jnp.int32) if counts is None else counts.astype(jnp.int32)
 
 
-def per_feature(weight: Any, x: jax.Array) -> jax.Array:
-    """Return a weight ``[C]`` in float32 as ``[..., C]``, with as many axes as ``x``.
+def per_feature(weight: Any, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Return a weight ``[C]`` as ``[..., C]``, with as many axes as ``x``.
 
     Example:
         >>> per_feature(jnp.ones(3), jnp.ones((2, 5, 3))).shape
         (1, 1, 3)
     """
-    return jnp.asarray(weight).astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return jnp.asarray(weight).astype(dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def automatic_axes(call: Callable[..., Any]) -> Callable[..., Any]:
