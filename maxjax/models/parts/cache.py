@@ -321,7 +321,10 @@ class _Attention(NamedTuple):
         context = dataclasses.replace(self.context, numbers=None)
         by_row = jax.tree.map(lambda a: whole if a.shape[0] == batch else PartitionSpec(), context)
         cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
-        specs = (by_row, PartitionSpec(), queries, whole, whole, cache, PartitionSpec())
+        # None, of a layer without sinks or of one that shares its keys, has no spec.
+        no_sinks, no_keys = self.scores.sinks is None, k is None
+        sinks, keys = None if no_sinks else PartitionSpec(), None if no_keys else whole
+        specs = (by_row, sinks, queries, keys, keys, cache, PartitionSpec())
         out = (layout.results(q.ndim), cache)
         run = on_mesh(
             functools.partial(self._on_part, layout), layout.mesh, specs, out, check_vma=False
