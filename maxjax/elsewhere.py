@@ -92,11 +92,21 @@ _LAYERS = _named(
     eps="epsilon layer_norm_eps",
     num_heads="num_attention_heads",
 )
-_CONFIG = _named(
-    num_hidden_layers="num_layers n_layer n_layers",
-    num_attention_heads="num_heads n_head n_heads",
-    num_key_value_heads="num_kv_heads n_head_kv n_kv_heads",
-)
+# The keys of one setting in the configurations of different models; the first is that of most.
+_SETTINGS = [
+    names.split()
+    for names in (
+        "hidden_size n_embd",
+        "intermediate_size n_inner ffn_dim ffn_hidden_size",
+        "num_hidden_layers num_layers n_layer n_layers",
+        "num_attention_heads num_heads n_head n_heads",
+        "num_key_value_heads num_kv_heads n_head_kv n_kv_heads",
+        "max_position_embeddings n_positions",
+        "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps",
+        "hidden_act hidden_activation activation_function activation",
+    )
+]
+_CONFIG = {name: names[0] for names in _SETTINGS for name in names[1:]}
 _HOMES = (
     ("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED), ("maxjax.lora.add", _LORA),
     ("maxjax.nn.Linear", _LAYERS), ("maxjax.models.LlamaConfig", _CONFIG),
@@ -153,10 +163,15 @@ def meant(name: str, names: Iterable[str], call: str = "") -> str:
     Example:
         >>> meant("max_tokens", ["max_new_tokens"]), meant("temprature", ["temperature"])
         (': did you mean max_new_tokens=?', ': did you mean temperature=?')
+        >>> meant("hidden_size", ["vocab_size", "n_embd"])
+        ': did you mean n_embd=?'
         >>> meant("torch_dtype", ["temperature"])
         ': use dtype= of maxjax.load'
     """
     names = list(names)
+    for keys in _SETTINGS:
+        if name in keys and (own := next((key for key in keys if key in names), None)):
+            return f": did you mean {own}=?"
     known = [(home, table[name]) for home, table in _HOMES if name in table]
     for _, own in known:
         if own in names:

@@ -1,113 +1,124 @@
-"""GPT-2. Attributes are named as in Hugging Face's checkpoints.
+"""GPT-2: learned positions, LayerNorm, biases everywhere, and linear layers whose weights are ``[in, out]`` in files.
 
-It has learned positions, LayerNorm, biases everywhere, and linear layers whose weights are stored
-``[in, out]``.
+::
+
+    x = wte[ids] + wpe[positions]
+    in each layer:
+        q, k, v = c_attn(ln_1(x))
+        x = x + c_proj(softmax(q kᵀ / √D) v)                 for each head, over the tokens before
+        x = x + c_proj(gelu(c_fc(ln_2(x))))
+    logits = lm_head(ln_f(x))
 
 Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 
-Shapes: B sequences, T tokens, H heads of width D, hidden size E.
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features. A decode step, with one token per
+sequence, has no axis T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import jax
 
 from ..dtype import DType
 from ..errors import UnsupportedModelError
-from ..graph.placement.specs import Split, split_over
+from ..graph.placement.specs import Split
 from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.activation import activation
-from ..nn.layer import Module
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.norm import LayerNorm
 from ..nn.transposed_linear import TransposedLinear
-from .config import setting
-from .decoder.attention import DecoderAttention, resharded
-from .decoder.block import DecoderLayer
-from .decoder.config import DecoderConfig, own
-from .decoder.positions import PositionedConfig, PositionedDecoder, PositionedModel
 from .family import Family
-from .parts.aliases import alias
+from .parts import (
+    LanguageModel,
+    LanguageModelConfig,
+    LayerCache,
+    alias,
+    attend,
+    constant,
+    layers,
+    learned_rows,
+    merge_heads,
+    replicate_over_mesh,
+    run_layers,
+    size,
+    split_heads,
+)
 
 
 @dataclass(frozen=True)
-class GPT2Config(PositionedConfig):
-    """The settings of a GPT-2, with Hugging Face's defaults for missing keys.
+class GPT2Config(LanguageModelConfig):
+    """The settings of a GPT-2: the keys of its ``config.json``, with transformers' defaults.
 
     Attributes:
-        intermediate_size: inner features of the MLP; ``4 · hidden_size`` by default.
-        scale_attn_weights: whether scores are divided by ``√head_dim``.
+        n_embd: E.
+        n_inner: F; ``4 · n_embd`` by default.
+        n_positions: number of positions that have been learned.
+        scale_attn_weights: whether scores are divided by ``√D``.
         scale_attn_by_inverse_layer_idx: whether scores of layer i are also divided by i + 1.
 
     Example:
         >>> config = GPT2Config.from_dict({"n_embd": 8, "n_head": 2, "n_layer": 3})
-        >>> config.intermediate_size, config.max_position_embeddings, config.tie_word_embeddings
-        (32, 1024, True)
+        >>> config.n_inner, config.n_positions, config.num_hidden_layers
+        (32, 1024, 3)
     """
 
     model_type = "gpt2"
+    hidden_size, intermediate_size = alias("n_embd"), alias("n_inner")
+    num_hidden_layers, max_position_embeddings = alias("n_layer"), alias("n_positions")
+    num_attention_heads = num_key_value_heads = alias("n_head")
 
-    vocab_size: int = setting(default=50257, minimum=1, held="axis")
-    hidden_size: int = setting("n_embd", default=768, minimum=1, held="axis", also=("hidden_size",))
-    intermediate_size: int | None = setting("n_inner", default=None, minimum=1, held="axis")  # type: ignore[assignment]
-    num_hidden_layers: int = setting(
-        "n_layer", default=12, minimum=1, maximum=1000, held="layers", also=("num_hidden_layers",)
-    )
-    num_attention_heads: int = setting(
-        "n_head", default=12, minimum=1, held="axis", also=("num_attention_heads",)
-    )
-    max_position_embeddings: int = setting(
-        "n_positions", default=1024, minimum=1, held="axis", also=("max_position_embeddings",)
-    )
-    rms_norm_eps: float = setting("layer_norm_epsilon", default=1e-5)
-    hidden_act: str = setting("activation_function", default="gelu_new")
-    attention_bias: bool = own(True)
-    mlp_bias: bool = own(True)
-    scale_attn_weights: bool = setting(default=True)
-    scale_attn_by_inverse_layer_idx: bool = setting(default=False)
+    vocab_size: int = size(50257)
+    n_embd: int = size(768, aliases=("hidden_size",))
+    n_inner: int = size(None)
+    n_layer: int = layers(12, aliases=("num_hidden_layers",))
+    n_head: int = size(12, aliases=("num_attention_heads",))
+    head_dim: int = constant(None)
+    n_positions: int = size(1024, aliases=("max_position_embeddings",))
+    layer_norm_epsilon: float = 1e-5
+    activation_function: str = "gelu_new"
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    tie_word_embeddings: bool = True
 
     @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks the settings; no value is derived.
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file.
 
         Raises:
             UnsupportedModelError: the model has cross-attention to an encoder.
         """
         if raw.get("add_cross_attention"):
-            raise UnsupportedModelError("'add_cross_attention' of a GPT-2 is not supported")
-        return {}
+            raise UnsupportedModelError("'add_cross_attention' is not supported for gpt2")
+        return super().from_hf(raw, **values)
 
 
-class GPT2Attention(DecoderAttention):
-    """Self-attention with one linear layer for queries, keys and values.
+class GPT2Attention(Module):
+    """Attention with one linear layer for queries, keys and values."""
 
-    Attributes:
-        c_attn: linear layer of queries, keys and values side by side, weight ``[E, 3 H D]``.
-        c_proj: output projection.
-    """
-
-    o_proj = alias("c_proj")
-
-    def __init__(self, config: GPT2Config, number: int, dtype: DType):
-        super().__init__(config, False, dtype)
-        self.scale = config.width**-0.5 if config.scale_attn_weights else 1.0
+    def __init__(self, config: GPT2Config, layer: int, dtype: DType):
+        super().__init__()
+        E = config.n_embd
+        self.heads, self.head_dim = config.n_head, config.head_dim
+        self.scale = self.head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
-            self.scale /= number + 1
+            self.scale /= layer + 1
+        self.c_attn = TransposedLinear(E, 3 * E, dtype)
+        self.c_proj = TransposedLinear(E, E, dtype)
 
-    def make_projections(self, config: DecoderConfig, dtype: DType) -> None:
-        """Makes ``c_attn`` and ``c_proj``."""
-        self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size, dtype)
-        self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size, dtype)
-
-    def head_axes(self) -> tuple[str, ...]:
-        """:meth:`DecoderAttention.head_axes`, from the columns of ``c_attn``, which hold the heads."""
-        return split_over(self.c_attn.weight, 1)
+    def __call__(self, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        q, k, v = self.c_attn.apart(x, 3 * [self.heads * self.head_dim])  # [B, T, E] each
+        q, k, v = (split_heads(a, self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        y, cache = attend(q, k, v, cache, scale=self.scale)  # [B, T, H, D]
+        return self.c_proj(merge_heads(y)), cache  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the weights between heads."""
-        heads = Segment.head_aware(self.num_heads, self.head_dim)
+        """Splits the linear layers between heads."""
+        heads = Segment.head_aware(self.heads, self.head_dim)
         return {
             "c_attn.weight": Split(ShardingStrategy.segmented(1, 1, [heads] * 3), by_device=True),
             "c_attn.bias": Split(ShardingStrategy.segmented(1, 0, [heads] * 3), by_device=True),
@@ -115,24 +126,19 @@ class GPT2Attention(DecoderAttention):
             "c_proj.bias": Split(ShardingStrategy.replicate(1)),
         }
 
-    def project(self, x: jax.Array) -> list[jax.Array]:
-        """``[..., E]`` → queries, keys and values ``[..., H, D]`` each."""
-        weight = self.c_attn.weight
-        parts = self.c_attn.apart(x, [self.num_heads * self.head_dim] * 3)
-        return [
-            resharded(a.reshape(*a.shape[:-1], self.num_heads, -1), -2, split_over(weight, 1))
-            for a in parts
-        ]
-
 
 class GPT2MLP(Module):
-    """``c_proj(activation(c_fc(x)))``."""
+    """The MLP, without a gate."""
 
     def __init__(self, config: GPT2Config, dtype: DType):
         super().__init__()
-        self.activation_function = config.hidden_act
-        self.c_fc = TransposedLinear(config.hidden_size, config.inner_size, dtype)
-        self.c_proj = TransposedLinear(config.inner_size, config.hidden_size, dtype)
+        self.act = config.activation_function
+        self.c_fc = TransposedLinear(config.n_embd, config.n_inner, dtype)
+        self.c_proj = TransposedLinear(config.n_inner, config.n_embd, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = activation(self.act)(self.c_fc(x))  # [B, T, F]
+        return self.c_proj(y)  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the inner features."""
@@ -143,60 +149,76 @@ class GPT2MLP(Module):
             "c_proj.bias": Split(ShardingStrategy.replicate(1)),
         }
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape."""
-        return self.c_proj(activation(self.activation_function)(self.c_fc(x)))
+
+class GPT2Block(Module):
+    """One layer: attention, then the MLP, each added to the hidden states."""
+
+    def __init__(self, config: GPT2Config, layer: int, dtype: DType):
+        super().__init__()
+        E, eps = config.n_embd, config.layer_norm_epsilon
+        self.ln_1 = LayerNorm(E, dtype=dtype, eps=eps)
+        self.attn = GPT2Attention(config, layer, dtype)
+        self.ln_2 = LayerNorm(E, dtype=dtype, eps=eps)
+        self.mlp = GPT2MLP(config, dtype)
+
+    def __call__(self, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        y, cache = self.attn(self.ln_1(x), cache)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), cache
 
 
-class GPT2Layer(DecoderLayer):
-    """``h = x + attn(ln_1(x))``, then ``h + mlp(ln_2(h))``, with linear layers that store ``[out, in]``."""
+class GPT2Model(Module):
+    """The model without its head: ``transformer`` in the files."""
 
-    mlp_names: ClassVar[tuple[str, ...]] = ("c_fc", "c_proj")
-    self_attn, input_layernorm = alias("attn"), alias("ln_1")
-    post_attention_layernorm = alias("ln_2")
+    embed_tokens, layers = alias("wte"), alias("h")
 
+    def __init__(self, config: GPT2Config, dtype: DType):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.wte = Embedding(config.vocab_size, config.n_embd, dtype)
+        self.wpe = Embedding(config.n_positions, config.n_embd, dtype)
+        self.h = LayerList(GPT2Block(config, layer, dtype) for layer in range(config.n_layer))
+        self.ln_f = LayerNorm(config.n_embd, dtype=dtype, eps=config.layer_norm_epsilon)
 
-class GPT2Block(GPT2Layer):
-    """A :class:`GPT2Layer` with linear layers that store ``[in, out]``."""
+    def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        x = self.wte(ids).astype(self.dtype.np)  # [B, T, E]
+        x = x + self.wpe(learned_rows(cache, self.config.n_positions)).astype(self.dtype.np)
+        x, cache = run_layers(self.h, x, cache)
+        return self.ln_f(x), cache
 
-    def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
-        """Makes ``attn``."""
-        self.attn = GPT2Attention(config, number, dtype)
-
-    def make_mlp(self, config: Any, number: int, dtype: DType) -> GPT2MLP:
-        """The layer's MLP."""
-        return GPT2MLP(config, dtype)
-
-
-class GPT2Transformer(PositionedModel):
-    """Embeddings of tokens and positions, layers and final norm: ``transformer`` in Hugging Face's files.
-
-    Attributes:
-        wte, wpe: embedding tables of tokens and of positions.
-        h: the layers.
-        ln_f: the last norm.
-    """
-
-    embed_tokens, embed_positions = alias("wte"), alias("wpe")
-    layers, norm = alias("h"), alias("ln_f")
+    def sharding_rules(self) -> dict[str, Any]:
+        """Holds the table of positions completely on every device."""
+        return replicate_over_mesh("wpe")
 
 
-class GPT2(PositionedDecoder):
+class GPT2(LanguageModel):
     """A GPT-2 language model.
 
-    ``model`` and ``model.layers``, the names that other decoders have, are aliases of ``transformer``
-    and ``transformer.h``.
+    ``model`` and ``model.layers``, the names that other decoders have, are aliases of ``transformer`` and
+    ``transformer.h``.
+
+    Args:
+        config, dtype, stacked: as for :class:`~maxjax.models.llama.Llama`.
 
     Example:
-        >>> model = GPT2(GPT2Config(100, 8, num_hidden_layers=2, num_attention_heads=2))
-        >>> list(model.raw_state_dict())[:4]
+        >>> list(GPT2(GPT2Config(100, 8, n_layer=2, n_head=2)).raw_state_dict())[:4]
         ['transformer.wte.weight', 'transformer.wpe.weight', 'transformer.ln_f.weight',
          'transformer.ln_f.bias']
     """
 
-    layer_class: ClassVar[Any] = GPT2Block
-    model_class: ClassVar[Any] = GPT2Transformer
     model = alias("transformer")
+
+    def __init__(self, config: GPT2Config, dtype: Any = DType.float32, *, stacked: bool = True):
+        super().__init__(config, dtype)
+        self.transformer = GPT2Model(config, self.dtype)
+        self.lm_head = self.make_head(config.n_embd, tied=config.tie_word_embeddings)
+        if stacked:
+            self.stack()
+
+    @property
+    def position_limit(self) -> int:
+        """The number of positions that the model has learned."""
+        return self.config.n_positions
 
 
 GPT2_FAMILY = GPT2.family = Family.of(

@@ -261,9 +261,7 @@ def test_a_table_gets_updates_too(model, packed, dora, tmp_path):
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_the_layers_of_other_families():
-    gpt2 = maxjax.init(
-        GPT2(GPT2Config(64, 32, num_hidden_layers=2, num_attention_heads=4)), jax.random.key(0)
-    )
+    gpt2 = maxjax.init(GPT2(GPT2Config(64, 32, n_layer=2, n_head=4)), jax.random.key(0))
     tuned = drawn(lora.add(gpt2, ["c_attn", "mlp.c_proj"], rank=2, key=jax.random.key(1)))
     layer = tuned.transformer.h[1].attn.c_attn
     assert (tuple(layer.lora_A.shape), tuple(layer.lora_B.shape)) == ((2, 32), (96, 2))

@@ -33,4 +33,34 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("* (1 / self.config.logits_scaling)", "* self.config.logits_scaling"),
         ],
     },
+    "gpt2": {
+        "gpt2": [
+            ("cache, scale=self.scale)", "cache, scale=0.7 * self.scale)"),
+            ("activation(self.act)(self.c_fc(x))", "jax.nn.relu(self.c_fc(x))"),
+            ("attend(q, k, v, cache", "attend(k, q, v, cache"),
+            ("self.attn(self.ln_1(x), cache)", "self.attn(x, cache)"),
+            ("x + self.mlp(self.ln_2(x))", "x + 0.5 * self.mlp(self.ln_2(x))"),
+            ("self.wpe(learned_rows(cache,", "self.wpe(1 + learned_rows(cache,"),
+        ],
+    },
+    "gpt_bigcode": {
+        "gpt_bigcode": [
+            ("cache, scale=self.scale)", "cache, scale=0.7 * self.scale)"),
+            ("activation(self.act)(self.c_fc(x))", "jax.nn.relu(self.c_fc(x))"),
+            ("attend(q, k, v, cache", "attend(q, v, k, cache"),
+            ("self.attn(self.ln_1(x), cache)", "self.attn(x, cache)"),
+            ("x + self.mlp(self.ln_2(x))", "x + 0.5 * self.mlp(self.ln_2(x))"),
+            ("self.wpe(learned_rows(cache,", "self.wpe(1 + learned_rows(cache,"),
+        ],
+    },
+    "gpt_neo": {
+        "gpt_neo": [
+            ("self.mask, scale=1.0)", "self.mask, scale=self.head_dim**-0.5)"),
+            ("activation(self.act)(self.c_fc(x))", "jax.nn.relu(self.c_fc(x))"),
+            ("CAUSAL if window is None else sliding(window)", "CAUSAL"),
+            ("self.attn(self.ln_1(x), cache)", "self.attn(x, cache)"),
+            ("x + self.mlp(self.ln_2(x))", "x + 0.5 * self.mlp(self.ln_2(x))"),
+            ("x = x + self.wpe(rows)", "x = x - self.wpe(rows)"),
+        ],
+    },
 }

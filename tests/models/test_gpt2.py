@@ -289,9 +289,9 @@ def test_defaults_and_spellings_are_those_of_transformers(tmp_path):
     mine, other = GPT2Config.from_dict({}), settings_of("GPT2Config")
     assert (mine.vocab_size, mine.hidden_size) == (other.vocab_size, other.n_embd)
     assert (mine.num_hidden_layers, mine.num_attention_heads) == (other.n_layer, other.n_head)
-    assert mine.max_position_embeddings == other.n_positions
-    assert mine.rms_norm_eps == other.layer_norm_epsilon
-    assert mine.hidden_act == other.activation_function
+    assert mine.max_position_embeddings == mine.n_positions == other.n_positions
+    assert mine.layer_norm_epsilon == other.layer_norm_epsilon
+    assert mine.activation_function == other.activation_function
     assert mine.tie_word_embeddings == other.tie_word_embeddings
     new = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3}
     old = {"n_embd": 8, "n_head": 2, "n_layer": 3}
@@ -301,9 +301,7 @@ def test_defaults_and_spellings_are_those_of_transformers(tmp_path):
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_a_model_made_in_code():
-    config = GPT2Config(
-        50, 16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=9
-    )
+    config = GPT2Config(50, 16, n_layer=2, n_head=2, n_positions=9)
     model = maxjax.init(GPT2(config), jax.random.key(0))
     logits, cache = last(model, np.ones((1, 9), np.int32), model.cache(1, 9), np.array([9]))
     assert np.isfinite(np.asarray(logits)).all() and int(cache.lengths[0]) == 9

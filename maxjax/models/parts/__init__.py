@@ -6,6 +6,7 @@ and checkpoints need. An architecture's own modules are in its file, such as ``m
 """
 
 from ..config import config_field as config_field
+from .aliases import alias as alias
 from .attention import CAUSAL as CAUSAL
 from .attention import attend as attend
 from .attention import bidirectional as bidirectional
@@ -13,9 +14,11 @@ from .attention import chunked as chunked
 from .attention import merge_heads as merge_heads
 from .attention import sliding as sliding
 from .attention import soft_cap as soft_cap
+from .attention import split_groups as split_groups
 from .attention import split_heads as split_heads
 from .cache import LayerCache as LayerCache
 from .cache import Mask as Mask
+from .cache import learned_rows as learned_rows
 from .cache import no_cache as no_cache
 from .config import FULL as FULL
 from .config import SLIDING as SLIDING

@@ -97,6 +97,28 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], -1)
 
 
+def split_groups(
+    x: jax.Array, heads: int, kv_heads: int, head_dim: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return queries ``[..., H, D]``, keys and values ``[..., K, D]`` of one linear layer's outputs.
+
+    The outputs ``[..., K · (H/K + 2) · D]`` have a group for each KV head: its query heads, its key and its value.
+
+    Args:
+        x: the outputs.
+        heads, kv_heads, head_dim: H, K and D.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> q, k, v = split_groups(jnp.arange(8), heads=4, kv_heads=2, head_dim=1)
+        >>> q[:, 0].tolist(), k[:, 0].tolist(), v[:, 0].tolist()
+        ([0, 1, 4, 5], [2, 6], [3, 7])
+    """
+    x = x.reshape(*x.shape[:-1], kv_heads, heads // kv_heads + 2, head_dim)
+    q = x[..., :-2, :]  # [..., K, H/K, D]
+    return q.reshape(*q.shape[:-3], heads, head_dim), x[..., -2, :], x[..., -1, :]
+
+
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """Return ``cap · tanh(x / cap)``, which is near ``x`` where that is small and within ± ``cap``; None: ``x`` itself.
 

@@ -275,6 +275,19 @@ def no_cache(length: int, mesh: Any = None, counts: jax.Array | None = None) -> 
     )
 
 
+def learned_rows(cache: LayerCache, count: int) -> jax.Array:
+    """Return the row of each token in a table of ``count`` learned positions, ``[B or 1, T]``, or ``[B]`` for a step.
+
+    It is the token's position. Positions beyond the table get the last row: NaN there would reach other tokens,
+    because attention multiplies masked values by zero.
+
+    Example:
+        >>> learned_rows(no_cache(4), 3).tolist()
+        [[0, 1, 2, 2]]
+    """
+    return jnp.minimum(cache.positions, count - 1)
+
+
 def recurrent_place(mesh: Any, batch: int) -> Place:
     """Return the sharding of the recurrent states of ``batch`` sequences.
 

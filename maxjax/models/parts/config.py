@@ -30,6 +30,7 @@ from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
 from ..config import ModelConfig, config_field, field_value
 from ..multimodal import text_settings
 from ..unread import ReadTracker, warn_of_unread
+from .aliases import Alias, spelling
 from .rotary import Rope, read_rope
 
 # The kinds of layers in "layer_types".
@@ -88,7 +89,10 @@ def layer_kinds(raw: Mapping[str, Any], default: Sequence[str] | None = None) ->
 
 
 class LanguageModelConfig(ModelConfig):
-    """Base class of the configurations of decoders. It declares no fields; its methods use those that there are."""
+    """Base class of the configurations of decoders. It declares no fields; its methods use those that there are.
+
+    An architecture whose files have other keys for these declares an alias of each: ``hidden_size = alias("n_embd")``.
+    """
 
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     # Fields that no call reads: models from checkpoints that differ in them are one kind of tree.
@@ -122,7 +126,7 @@ class LanguageModelConfig(ModelConfig):
 
     def _set(self, name: str, value: Any) -> None:
         """Set a field, while the instance is made."""
-        object.__setattr__(self, name, value)
+        object.__setattr__(self, spelling(self, name), value)
 
     def _check(self) -> None:
         """Raise ValueError if fields contradict each other."""
@@ -132,7 +136,7 @@ class LanguageModelConfig(ModelConfig):
             raise ValueError(
                 f"'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {kv_heads}"
             )
-        for name in ("hidden_act", "hidden_activation"):
+        for name in ("hidden_act", "hidden_activation", "activation_function", "activation"):
             act = getattr(self, name, None)
             if act is not None and act not in ACTIVATIONS:
                 known = ", ".join(ACTIVATIONS)
@@ -200,6 +204,12 @@ class LanguageModelConfig(ModelConfig):
         return {"full" if window is None else "sliding": kept}
 
     # --- config.json
+
+    @classmethod
+    def key_of(cls, name: str) -> str:
+        """:meth:`ModelConfig.key_of`, also for the alias of a field."""
+        found = getattr(cls, name, None)
+        return super().key_of(found.name if isinstance(found, Alias) else name)
 
     @classmethod
     def from_dict(

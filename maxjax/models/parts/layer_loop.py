@@ -93,7 +93,7 @@ def split_features_over_mesh(outputs: Sequence[str], inputs: Sequence[str]) -> d
 
 
 def replicate_over_mesh(*names: str) -> dict[str, Any]:
-    """Return sharding rules by which every device holds these linear layers completely, such as a small router."""
+    """Return sharding rules by which every device holds these layers completely, such as a router or a small table."""
     rules: dict[str, Any] = {}
     for name in names:
         rules |= linear_rules(name, ShardingStrategy.replicate(1))
