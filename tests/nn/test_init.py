@@ -1,5 +1,7 @@
 """init, partition, merge."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,19 @@ import pytest
 
 from maxjax import init, merge, partition
 from maxjax.graph import DeviceRef, Weight
-from maxjax.nn import LayerList, LayerStack, Linear, Module, RMSNorm
+from maxjax.nn import (
+    Conv1D,
+    ConvTranspose1d,
+    Embedding,
+    LayerList,
+    LayerStack,
+    Linear,
+    Module,
+    RMSNorm,
+)
 
 CPU = DeviceRef.CPU()
+init_file = importlib.import_module("maxjax.nn.init")  # maxjax.nn.init is the function
 
 
 class Net(Module):
@@ -122,6 +134,50 @@ def test_programs_are_kept_for_the_next_call():
     for one, other in zip(first, again, strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, other)
     assert (first[0].layers[0].weight.value != first[1].layers[0].weight.value).any()
+
+
+@pytest.fixture
+def options(monkeypatch):
+    """Sets XLA's options for programs that are compiled quickly, and forgets those that are compiled."""
+
+    def set_options(of):
+        init_file._kept.cache_clear()
+        monkeypatch.setattr(init_file, "_QUICK", of)
+
+    yield set_options
+    init_file._kept.cache_clear()
+
+
+@pytest.mark.parametrize(("generator", "dtype"), [("threefry2x32", "float32"), ("rbg", "bfloat16")])
+def test_a_program_that_is_compiled_quickly_draws_the_same_bits(options, generator, dtype):
+    """Whatever the layer, alone and in a stack, on one device and on several."""
+    key, mesh = jax.random.key(0, impl=generator), jax.make_mesh((2, 2), ("data", "model"))
+    kinds = (
+        lambda: LayerStack([Linear(24, 40, dtype, CPU, has_bias=True) for _ in range(3)]),
+        lambda: LayerList([Embedding(50, 16, dtype, CPU), RMSNorm(16, dtype)]),
+        lambda: Conv1D(4, 3, 8, dtype, has_bias=True),
+        lambda: ConvTranspose1d(4, 8, 3, dtype),
+        lambda: Linear(24, 40, dtype, CPU).to(mesh),
+        lambda: LayerStack([Linear(24, 40, dtype, CPU) for _ in range(2)]).to(mesh),
+    )
+    quick = init_file._QUICK
+    found = []
+    for of in (quick, init_file._UNOPTIMISED):
+        options(of)
+        found.append([init(kind(), key).state_dict() for kind in kinds])
+    for one, other in zip(*found, strict=True):
+        assert list(one) == list(other)
+        for name, value in one.items():
+            assert np.asarray(value).tobytes() == np.asarray(other[name]).tobytes(), name
+
+
+def test_an_option_that_xla_does_not_have_is_left_out(options):
+    wanted = init(Deep(), jax.random.key(0))
+    options({**init_file._QUICK, "xla_cpu_such_an_option_is_not_there": True})
+    jax.tree.map(np.testing.assert_array_equal, init(Deep(), jax.random.key(0)), wanted)
+    options({**init_file._QUICK, "xla_cpu_parallel_codegen_split_count": "many"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="many"):
+        init(Deep(), jax.random.key(0))
 
 
 @pytest.mark.parametrize("generator", ["threefry2x32", "rbg", "unsafe_rbg"])
