@@ -19,6 +19,7 @@ from .config import setting
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderMLP, plus
 from .encoder.model import Encoder, Layers, with_head
+from .names import GAMMA_BETA, Drop, Names, Prefix
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,14 @@ ALBERT = AlbertModel.family = BERT.like(
     AlbertConfig,
     "AlbertModel",
     *(f"AlbertFor{head}" for head in _HEADS),
-    prefixes=("albert.",),
-    heads=(*BERT.heads, "predictions.*", "sop_classifier.*"),
+    names=Names(
+        Prefix({"albert.": ""}),
+        Drop(
+            "cls.*", "classifier.*", "qa_outputs.*", "predictions.*", "sop_classifier.*", head=True
+        ),
+        Drop("embeddings.position_ids", "embeddings.token_type_ids"),
+        GAMMA_BETA,
+    ),
 )
 ALBERT_HEAD = AlbertForSequenceClassification.family = with_head(
     ALBERT, AlbertForSequenceClassification

@@ -21,8 +21,10 @@ from ..nn.layer import Module
 from .config import setting
 from .decoder.block import DecoderLayer, PlainMLP
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily
+from .decoder.model import Decoder
+from .family import Family
 from .gguf.architectures.apertus import APERTUS_GGUF
+from .names import DECODER, Names
 from .parts.aliases import alias
 from .parts.rotary import Rope
 
@@ -137,4 +139,6 @@ class Apertus(Decoder):
     layer_class: ClassVar[Any] = ApertusLayer
 
 
-APERTUS = Apertus.family = DecoderFamily.of(Apertus, ApertusConfig, gguf=APERTUS_GGUF)
+APERTUS = Apertus.family = Family.of(
+    Apertus, ApertusConfig, names=Names(*DECODER), gguf=APERTUS_GGUF
+)

@@ -21,6 +21,7 @@ from .encoder.block import EncoderEmbeddings, plus
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, Layers, with_head
 from .family import Family
+from .names import GAMMA_BETA, Drop, Names, Prefix
 
 
 @dataclass(frozen=True)
@@ -174,12 +175,20 @@ class BertForSequenceClassification(BertModel):
 
 
 BERT = BertModel.family = Family.of(
-    BertModel, BertConfig,
-    "BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
-    "BertForMultipleChoice", "BertForTokenClassification", "BertForQuestionAnswering",
-    prefixes=("bert.",),
-    renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
-    ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
-    heads=("cls.*", "classifier.*", "qa_outputs.*"),
-)  # fmt: skip
+    BertModel,
+    BertConfig,
+    "BertModel",
+    "BertForPreTraining",
+    "BertForMaskedLM",
+    "BertForNextSentencePrediction",
+    "BertForMultipleChoice",
+    "BertForTokenClassification",
+    "BertForQuestionAnswering",
+    names=Names(
+        Prefix({"bert.": ""}),
+        Drop("cls.*", "classifier.*", "qa_outputs.*", head=True),
+        Drop("embeddings.position_ids", "embeddings.token_type_ids"),
+        GAMMA_BETA,
+    ),
+)
 BERT_HEAD = BertForSequenceClassification.family = with_head(BERT, BertForSequenceClassification)

@@ -37,10 +37,11 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import LayerNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.metadata import unsupported
 from .gguf.names import HEAD_NORMS
 from .gguf.table import GGUFTable
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -320,5 +321,7 @@ COHERE2_GGUF = GGUFTable(
     is_tied=True,
 )
 
-COHERE = Cohere.family = DecoderFamily.of(Cohere, CohereConfig, gguf=COHERE_GGUF)
-COHERE2 = Cohere2.family = DecoderFamily.of(Cohere2, Cohere2Config, gguf=COHERE2_GGUF)
+COHERE = Cohere.family = Family.of(Cohere, CohereConfig, names=Names(*DECODER), gguf=COHERE_GGUF)
+COHERE2 = Cohere2.family = Family.of(
+    Cohere2, Cohere2Config, names=Names(*DECODER), gguf=COHERE2_GGUF
+)

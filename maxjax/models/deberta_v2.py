@@ -25,6 +25,7 @@ from .encoder.block import EncoderEmbeddings
 from .encoder.config import refuse
 from .encoder.disentangled import KINDS, DisentangledAttention, Near, classes
 from .encoder.model import Encoder, Pooler, in_turn, with_head
+from .names import GAMMA_BETA, Drop, Names, Prefix
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,19 @@ DEBERTA_V2 = DebertaV2Model.family = BERT.like(
     DebertaV2Config,
     "DebertaV2Model",
     *(f"DebertaV2For{head}" for head in _HEADS),
-    prefixes=("deberta.",),
-    heads=(*BERT.heads, "lm_predictions.*", "mask_predictions.*"),
+    names=Names(
+        Prefix({"deberta.": ""}),
+        Drop(
+            "cls.*",
+            "classifier.*",
+            "qa_outputs.*",
+            "lm_predictions.*",
+            "mask_predictions.*",
+            head=True,
+        ),
+        Drop("embeddings.position_ids", "embeddings.token_type_ids"),
+        GAMMA_BETA,
+    ),
 )
 DEBERTA_V2_HEAD = DebertaV2ForSequenceClassification.family = with_head(
     DEBERTA_V2, DebertaV2ForSequenceClassification

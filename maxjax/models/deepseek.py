@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 from ..errors import UnsupportedModelError
 from .config import setting
 from .decoder.config import layers_of, own
-from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMLP, GroupedMoEConfig, MoELayer, after_dense
 from .decoder.latent import LatentAttention, LatentConfig, yarn_scale
-from .decoder.model import KNOWN, Decoder
+from .decoder.model import Decoder
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.deepseek import DEEPSEEK_GGUF
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, PREDICTION, Drop, Names
 from .parts.rotary import Rope, read_rope
 
 
@@ -166,13 +167,14 @@ class DeepseekV3(Decoder):
     layer_class: ClassVar[Any] = DeepseekV3Layer
 
 
-DEEPSEEK_V2 = DeepseekV2.family = PredictingFamily.of(DeepseekV2, DeepseekV2Config)
-DEEPSEEK_V3 = DeepseekV3.family = PredictingFamily.of(
-    DeepseekV3, DeepseekV3Config,
+DEEPSEEK_V2 = DeepseekV2.family = Family.of(
+    DeepseekV2, DeepseekV2Config, names=Names(PREDICTION, FusedExperts(), *DECODER)
+)
+DEEPSEEK_V3 = DeepseekV3.family = Family.of(
+    DeepseekV3,
+    DeepseekV3Config,
+    names=Names(PREDICTION, FusedExperts(), *MULTIMODAL, Drop("mm_projector.*"), *DECODER),
     gguf=DEEPSEEK_GGUF,
-    # Kimi K2.5 and later are multimodal, and their text model is a DeepSeek V3.
-    ignored=(*KNOWN, "mm_projector.*"),
-    sight=SIGHT,
-)  # fmt: skip
+)
 # Kimi K2's files name DeepSeek's architecture, but a model type of their own.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)

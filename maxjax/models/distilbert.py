@@ -19,6 +19,7 @@ from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig
 from .encoder.model import Encoder, Layers, with_head
 from .family import Family
+from .names import GAMMA_BETA, Drop, Names, Prefix
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,20 @@ class DistilBertForSequenceClassification(DistilBertModel):
 
 
 DISTILBERT = DistilBertModel.family = Family.of(
-    DistilBertModel, DistilBertConfig,
-    "DistilBertModel", "DistilBertForMaskedLM", "DistilBertForTokenClassification",
-    "DistilBertForQuestionAnswering", "DistilBertForMultipleChoice",
-    prefixes=("distilbert.",),
-    renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
-    ignored=("embeddings.position_ids",),
-    heads=("vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),
-)  # fmt: skip
+    DistilBertModel,
+    DistilBertConfig,
+    "DistilBertModel",
+    "DistilBertForMaskedLM",
+    "DistilBertForTokenClassification",
+    "DistilBertForQuestionAnswering",
+    "DistilBertForMultipleChoice",
+    names=Names(
+        Prefix({"distilbert.": ""}),
+        Drop("vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*", head=True),
+        Drop("embeddings.position_ids"),
+        GAMMA_BETA,
+    ),
+)
 DISTILBERT_HEAD = DistilBertForSequenceClassification.family = with_head(
     DISTILBERT, DistilBertForSequenceClassification
 )

@@ -17,6 +17,7 @@ from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
 from .encoder.model import ClassificationHead, Layers, with_head
+from .names import GAMMA_BETA, Drop, Names, Prefix
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,19 @@ ELECTRA = ElectraModel.family = BERT.like(
     ElectraConfig,
     "ElectraModel",
     *(f"ElectraFor{head}" for head in _HEADS),
-    prefixes=("electra.",),
-    heads=(*BERT.heads, "discriminator_predictions.*", "generator_*"),
+    names=Names(
+        Prefix({"electra.": ""}),
+        Drop(
+            "cls.*",
+            "classifier.*",
+            "qa_outputs.*",
+            "discriminator_predictions.*",
+            "generator_*",
+            head=True,
+        ),
+        Drop("embeddings.position_ids", "embeddings.token_type_ids"),
+        GAMMA_BETA,
+    ),
 )
 ELECTRA_HEAD = ElectraForSequenceClassification.family = with_head(
     ELECTRA, ElectraForSequenceClassification

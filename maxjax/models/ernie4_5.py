@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily
+from .decoder.model import Decoder
+from .family import Family
 from .gguf.architectures.ernie4_5 import ERNIE45_GGUF
+from .names import DECODER, Names
 from .parts.rotary import Rope
 
 
@@ -45,6 +47,11 @@ class Ernie45(Decoder):
     """
 
 
-ERNIE45 = Ernie45.family = DecoderFamily.of(
-    Ernie45, Ernie45Config, "Ernie4_5ForCausalLM", "Ernie4_5Model", gguf=ERNIE45_GGUF
+ERNIE45 = Ernie45.family = Family.of(
+    Ernie45,
+    Ernie45Config,
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5Model",
+    names=Names(*DECODER),
+    gguf=ERNIE45_GGUF,
 )

@@ -18,10 +18,12 @@ from ..nn.layer import Module
 from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import layers_of, own
-from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.ernie4_5 import ERNIE4_5_MOE_GGUF
+from .names import DECODER, Drop, Names, Rename
 from .parts.rotary import Rope
 
 
@@ -139,10 +141,16 @@ class Ernie45MoE(Decoder):
     layer_class: ClassVar[Any] = Ernie45Layer
 
 
-ERNIE4_5_MOE = Ernie45MoE.family = MoEFamily.of(
-    Ernie45MoE, Ernie45MoEConfig, "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel",
+ERNIE4_5_MOE = Ernie45MoE.family = Family.of(
+    Ernie45MoE,
+    Ernie45MoEConfig,
+    "Ernie4_5_MoeForCausalLM",
+    "Ernie4_5_MoeModel",
+    names=Names(
+        FusedExperts(),
+        Drop("*.mtp_*", "mtp_*", kept=True),
+        *DECODER,
+        Rename({"gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction_bias"}),
+    ),
     gguf=ERNIE4_5_MOE_GGUF,
-    renamed=(("gate.moe_statics.e_score_correction_bias", "moe_statics.e_score_correction_bias"),),
-    ignored=("*rotary_emb.inv_freq", "*.mtp_*", "mtp_*"),
-    beside=("*.mtp_*", "mtp_*"),
-)  # fmt: skip
+)

@@ -30,10 +30,11 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.metadata import unsupported
 from .gguf.names import AFTER_NORMS, HEAD_NORMS
 from .gguf.table import GGUFTable
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -262,4 +263,6 @@ EXAONE4_GGUF = GGUFTable(
     is_square=True,
 )
 
-EXAONE4 = Exaone4.family = DecoderFamily.of(Exaone4, Exaone4Config, gguf=EXAONE4_GGUF)
+EXAONE4 = Exaone4.family = Family.of(
+    Exaone4, Exaone4Config, names=Names(*DECODER), gguf=EXAONE4_GGUF
+)

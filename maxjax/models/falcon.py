@@ -15,9 +15,10 @@ from .config import setting
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedParts
-from .decoder.model import KNOWN, Decoder, DecoderFamily, DecoderModel
+from .decoder.model import Decoder, DecoderModel
+from .family import Family
 from .gguf.architectures.gpt_neox import FALCON_GGUF
-from .names import Row
+from .names import ROPE_TABLES, Headless, Names, Row
 from .parts.aliases import alias
 
 
@@ -143,16 +144,12 @@ class OneNorm(Row):
         return tensors
 
 
-class _Family(DecoderFamily):
-    def rows(self) -> list[Row]:
-        """See :class:`Family`."""
-        return [OneNorm(), *super().rows()]
-
-
-FALCON = Falcon.family = _Family.of(
-    Falcon, FalconConfig,
-    ignored=KNOWN,
+FALCON = Falcon.family = Family.of(
+    Falcon,
+    FalconConfig,
+    names=Names(
+        OneNorm(), ROPE_TABLES, Headless("transformer.", ("word_embeddings.", "h.", "ln_f."))
+    ),
     tied=("lm_head.weight", "transformer.word_embeddings.weight"),
-    bare=("transformer.", ("word_embeddings.", "h.", "ln_f.")),
     gguf=FALCON_GGUF,
-)  # fmt: skip
+)

@@ -51,13 +51,14 @@ from ..nn.linear import Linear, linear_rules, linears
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
 from ..nn.ssm.gated_norm import GatedNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.config.read import Config, Shapes
 from .gguf.metadata import Settings
 from .gguf.names import BARE, Rule
 from .gguf.pieces import check_rows, computed
 from .gguf.ssm import SSM_KEYS, has_tensor, read_ssm_sizes, ssm_names, write_ssm_sizes
 from .gguf.table import GGUFTable
+from .names import ROPE_TABLES, Headless, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -468,8 +469,9 @@ FALCON_H1_GGUF = GGUFTable(
     computed=("mamba_d_head", "mamba_d_ssm", "mamba_norm_before_gate", "tie_word_embeddings"),
 )  # fmt: skip
 
-FALCON_H1 = FalconH1.family = DecoderFamily.of(
-    FalconH1, FalconH1Config,
-    bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")),
+FALCON_H1 = FalconH1.family = Family.of(
+    FalconH1,
+    FalconH1Config,
+    names=Names(ROPE_TABLES, Headless("model.", ("embed_tokens.", "layers.", "final_layernorm."))),
     gguf=FALCON_H1_GGUF,
-)  # fmt: skip
+)

@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
@@ -25,7 +24,7 @@ from ..nn.layer import ExpertStack, Module
 from ..nn.linear import ColumnParallelLinear, Linear
 from ..nn.stacked_linear import StackedLinear
 from .config import ModelConfig
-from .names import Drop, Headless, Names, Prefix, Rename, Row, matcher, unwrapped
+from .names import CACHE_SCALES, Names, matcher, unwrapped
 
 if TYPE_CHECKING:
     from .gguf.table import GGUFTable
@@ -53,17 +52,11 @@ class Family:
         make: ``make(config, names, dtype, reduce_dtype)`` → a lazy Module, where ``names``
             are the checkpoint's tensors by the model's names: optional parts are built
             if their tensors are present.
-        prefixes: prefixes of tensor names; the first that matches is removed.
-        renamed: (old, new) suffixes of tensor names.
-        ignored: patterns of tensors that are known and not needed; ``*`` matches anything.
-        heads: patterns of tensors of heads on top of the model that maxjax does not have. They are ignored
-            too, and a warning names them.
-        beside: patterns of ignored tensors that are saved again with the model, as ``heads`` are.
+        names: the names of tensors in files and in the model. In all families, scales of a KV cache in FP8
+            are dropped, since they have no effect without such a cache.
         tied: names of the head's weight and of the embedding table's weight, which are one weight
             where the configuration ties them.
         gguf: how the family's GGUF files name tensors and settings; None: there are no such files.
-        bare: (prefix, starts): checkpoints of the model without its head leave the prefix out of
-            tensor names, which then begin with one of ``starts``.
         only: (key, value) of settings that a ``config.json`` must have to be of this family, where
             another family has the same names.
     """
@@ -72,16 +65,14 @@ class Family:
     architectures: tuple[str, ...]
     config: type[ModelConfig]
     make: Callable[..., PretrainedModel]
-    prefixes: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
-    ignored: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    names: Names = Names()
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
-    bare: tuple[str, tuple[str, ...]] = ("", ())
     only: tuple[tuple[str, Any], ...] = ()
-
     gguf: GGUFTable | None = None
+
+    def __post_init__(self) -> None:
+        if CACHE_SCALES not in self.names.rows:
+            object.__setattr__(self, "names", Names(CACHE_SCALES, *self.names.rows))
 
     @classmethod
     def of(
@@ -104,12 +95,12 @@ class Family:
             UserInputError: the configuration has no ``model_type``.
 
         Example:
-            >>> from maxjax.models import Decoder, DecoderConfig, DecoderFamily
-            >>> class Mine(Decoder):
+            >>> from maxjax.models import Llama, LlamaConfig
+            >>> class Mine(Llama):
             ...     pass
-            >>> class MineConfig(DecoderConfig):
+            >>> class MineConfig(LlamaConfig):
             ...     model_type = "mine"
-            >>> family = DecoderFamily.of(Mine, MineConfig)
+            >>> family = Family.of(Mine, MineConfig, names=Llama.family.names)
             >>> family.model_type, family.architectures
             ('mine', ('MineForCausalLM', 'MineModel'))
         """
@@ -145,24 +136,9 @@ class Family:
         """Whether a ``config.json`` has the settings that ``only`` requires; its names are not compared."""
         return all(config.get(key) == value for key, value in self.only)
 
-    @cached_property
-    def names(self) -> Names:
-        """The table of the names of tensors in files and in the model."""
-        return Names(*self.rows())
-
     def read(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a checkpoint under the model's names, by :meth:`Names.read`."""
         return self.names.read(checkpoint, self.model_type)
-
-    def rows(self) -> list[Row]:
-        """The rows of ``names``."""
-        prefixes = [Prefix(dict.fromkeys(self.prefixes, ""))] if self.prefixes else []
-        dropped = [
-            Drop(*self.heads, head=True), Drop(*self.beside, kept=True), Drop(*self.ignored)
-        ]  # fmt: skip
-        headless = [Headless(*self.bare)] if self.bare[1] else []
-        renamed = [Rename(dict(self.renamed))] if self.renamed else []
-        return [*prefixes, *(one for one in dropped if one.patterns), *headless, *renamed]
 
 
 def tensors(weights: FileWeights) -> dict[str, WeightData]:

@@ -39,8 +39,8 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
-from .decoder.model import KNOWN, DecoderFamily
-from .multimodal import SIGHT
+from .family import Family
+from .names import DECODER, MULTIMODAL, Drop, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -239,7 +239,7 @@ class Gemma(LanguageModel):
             self.stack()
 
 
-GEMMA = Gemma.family = DecoderFamily.of(Gemma, GemmaConfig)
+GEMMA = Gemma.family = Family.of(Gemma, GemmaConfig, names=Names(*DECODER))
 
 
 # --- Gemma 2: norms after attention and MLP, capped scores and logits, sliding windows -----------
@@ -401,7 +401,7 @@ class Gemma2(LanguageModel):
         return soft_cap(super().logits(x), self.config.final_logit_softcapping)
 
 
-GEMMA2 = Gemma2.family = DecoderFamily.of(Gemma2, Gemma2Config)
+GEMMA2 = Gemma2.family = Family.of(Gemma2, Gemma2Config, names=Names(*DECODER))
 
 
 # --- Gemma 3: norms of queries and keys, and a RoPE for each kind of layer -----------------------
@@ -563,9 +563,10 @@ class Gemma3(LanguageModel):
         return soft_cap(super().logits(x), self.config.final_logit_softcapping)
 
 
-GEMMA3 = Gemma3.family = DecoderFamily.of(
-    Gemma3, Gemma3Config, "Gemma3ForCausalLM", "Gemma3TextModel",
-    # EmbeddingGemma's dense layers in GGUF files belong to its pooling.
-    ignored=(*KNOWN, "dense_2.*", "dense_3.*"),
-    sight=SIGHT,
-)  # fmt: skip
+GEMMA3 = Gemma3.family = Family.of(
+    Gemma3,
+    Gemma3Config,
+    "Gemma3ForCausalLM",
+    "Gemma3TextModel",
+    names=Names(*MULTIMODAL, Drop("dense_2.*", "dense_3.*"), *DECODER),
+)

@@ -54,7 +54,7 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
 from ..nn.rope_scaling import LinearScalingParams
-from .decoder.model import BARE, DecoderFamily
+from .family import Family
 from .gemma import refuse_bidirectional
 from .gguf.config.read import rows_of
 from .gguf.layouts import Expert
@@ -63,7 +63,7 @@ from .gguf.names import HEAD_NORMS, Rule, Source
 from .gguf.pieces import computed, rows
 from .gguf.sources import Relaid
 from .gguf.table import GGUFTable
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, Headless, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -739,10 +739,24 @@ GEMMA3N_GGUF = GGUFTable(
 )  # fmt: skip
 
 
-GEMMA3N = Gemma3n.family = DecoderFamily.of(
-    Gemma3n, Gemma3nConfig, "Gemma3nForCausalLM", "Gemma3nTextModel", sight=SIGHT, gguf=GEMMA3N_GGUF,
-    bare=(BARE[0], (
-        *BARE[1], "embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm.",
-        "altup_projections.", "altup_unembed_projections.",
-    )),
-)  # fmt: skip
+GEMMA3N = Gemma3n.family = Family.of(
+    Gemma3n,
+    Gemma3nConfig,
+    "Gemma3nForCausalLM",
+    "Gemma3nTextModel",
+    names=Names(
+        *MULTIMODAL,
+        *DECODER,
+        Headless(
+            "model.",
+            (
+                "embed_tokens_per_layer.",
+                "per_layer_model_projection.",
+                "per_layer_projection_norm.",
+                "altup_projections.",
+                "altup_unembed_projections.",
+            ),
+        ),
+    ),
+    gguf=GEMMA3N_GGUF,
+)

@@ -46,8 +46,8 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
-from .decoder.expert_files import MoEFamily, Together
-from .decoder.model import BARE
+from .family import Family
+from .fused_experts import FusedExperts
 from .gemma3n import (
     ENTRIES,
     KEYS,
@@ -62,8 +62,7 @@ from .gemma3n import (
 from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
 from .gguf.names import Rule, expert_names
 from .gguf.table import GGUFTable
-from .multimodal import SIGHT
-from .names import Rename, Row
+from .names import DECODER, MULTIMODAL, Headless, Names, Rename
 from .parts import (
     CAUSAL,
     FULL,
@@ -694,22 +693,29 @@ GEMMA4_GGUF = GGUFTable(
 _ROUTER = ("router.proj.weight", "router.scale", "router.per_expert_scale")
 
 
-class Gemma4Family(MoEFamily):
-    """The family of Gemma 4, whose files have the router and the experts in the layer, not in one module."""
-
-    def rows(self) -> list[Row]:
-        """See :class:`Family`."""
-        router = {f".{name}": f".moe.{name}" for name in _ROUTER}
-        return [*super().rows(), Rename(router, written=True)]
-
-
-GEMMA4 = Gemma4.family = Gemma4Family.of(
-    Gemma4, Gemma4Config, "Gemma4ForCausalLM", "Gemma4TextModel",
-    experts="moe.experts.#.*.weight",
-    bare=(BARE[0], (
-        *BARE[1], "embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm.",
-    )),
-    together=Together(("experts.gate_up_proj",), ("experts.down_proj",), written=True),
-    sight=SIGHT,
+GEMMA4 = Gemma4.family = Family.of(
+    Gemma4,
+    Gemma4Config,
+    "Gemma4ForCausalLM",
+    "Gemma4TextModel",
+    names=Names(
+        FusedExperts(
+            "moe.experts.#.*.weight",
+            gate_up=("experts.gate_up_proj",),
+            down=("experts.down_proj",),
+            written=True,
+        ),
+        *MULTIMODAL,
+        *DECODER,
+        Headless(
+            "model.",
+            (
+                "embed_tokens_per_layer.",
+                "per_layer_model_projection.",
+                "per_layer_projection_norm.",
+            ),
+        ),
+        Rename({f".{name}": f".moe.{name}" for name in _ROUTER}, written=True),
+    ),
     gguf=GEMMA4_GGUF,
-)  # fmt: skip
+)

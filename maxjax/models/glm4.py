@@ -37,11 +37,11 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
 from ..nn.stacked_linear import StackedLinear, split_projections, stacked_rules
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.metadata import Settings
 from .gguf.pieces import check_rows, rows
 from .gguf.table import GATE_UP, GGUFTable
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -285,9 +285,14 @@ GLM4_GGUF = GGUFTable(
     join=_join,
 )
 
-GLM_FAMILY = GLM.family = DecoderFamily.of(
-    GLM, GLMConfig, "GlmForCausalLM", "GlmModel", gguf=GLM_GGUF
+GLM_FAMILY = GLM.family = Family.of(
+    GLM, GLMConfig, "GlmForCausalLM", "GlmModel", names=Names(*DECODER), gguf=GLM_GGUF
 )
-GLM4_FAMILY = GLM4.family = DecoderFamily.of(
-    GLM4, GLM4Config, "Glm4ForCausalLM", "Glm4Model", sight=SIGHT, gguf=GLM4_GGUF
+GLM4_FAMILY = GLM4.family = Family.of(
+    GLM4,
+    GLM4Config,
+    "Glm4ForCausalLM",
+    "Glm4Model",
+    names=Names(*MULTIMODAL, *DECODER),
+    gguf=GLM4_GGUF,
 )

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 from .config import setting
 from .decoder.config import layers_of, own
-from .decoder.expert_files import PredictingFamily
 from .decoder.experts import BalancedMLP, GroupedMoEConfig, MoELayer, after_dense
 from .decoder.model import Decoder
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.glm4 import GLM4_MOE_GGUF
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, PREDICTION, Names
 from .parts.rotary import Rope
 
 
@@ -74,6 +75,11 @@ class GLM4MoE(Decoder):
     layer_class: ClassVar[Any] = GLM4MoELayer
 
 
-GLM4_MOE = GLM4MoE.family = PredictingFamily.of(
-    GLM4MoE, GLM4MoEConfig, "Glm4MoeForCausalLM", "Glm4MoeModel", sight=SIGHT, gguf=GLM4_MOE_GGUF
+GLM4_MOE = GLM4MoE.family = Family.of(
+    GLM4MoE,
+    GLM4MoEConfig,
+    "Glm4MoeForCausalLM",
+    "Glm4MoeModel",
+    names=Names(PREDICTION, FusedExperts(), *MULTIMODAL, *DECODER),
+    gguf=GLM4_MOE_GGUF,
 )

@@ -33,6 +33,7 @@ from ..nn.layer import LayerList, Module
 from ..nn.norm import LayerNorm
 from ..nn.transposed_linear import TransposedLinear
 from .family import Family
+from .names import Drop, Headless, Names
 from .parts import (
     LanguageModel,
     LanguageModelConfig,
@@ -222,9 +223,13 @@ class GPT2(LanguageModel):
 
 
 GPT2_FAMILY = GPT2.family = Family.of(
-    GPT2, GPT2Config, "GPT2LMHeadModel", "GPT2Model",
-    # Attention masks, which old files hold.
-    ignored=("*.attn.bias", "*.attn.masked_bias"),
-    bare=("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
+    GPT2,
+    GPT2Config,
+    "GPT2LMHeadModel",
+    "GPT2Model",
+    names=Names(
+        Drop("*.attn.bias", "*.attn.masked_bias"),
+        Headless("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
+    ),
     tied=("lm_head.weight", "transformer.wte.weight"),
-)  # fmt: skip
+)

@@ -34,6 +34,7 @@ from .family import Family
 from .gguf.metadata import unsupported
 from .gguf.names import GROUPS, Rule
 from .gguf.table import PLAIN_BIASES, GGUFTable
+from .names import Drop, Headless, Names
 from .parts import (
     LanguageModel,
     LanguageModelConfig,
@@ -245,10 +246,12 @@ STARCODER_GGUF = GGUFTable(
 )  # fmt: skip
 
 GPT_BIGCODE = GPTBigCode.family = Family.of(
-    GPTBigCode, GPTBigCodeConfig,
-    # Attention masks, which old files hold.
-    ignored=("*.attn.bias", "*.attn.masked_bias"),
-    bare=("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
+    GPTBigCode,
+    GPTBigCodeConfig,
+    names=Names(
+        Drop("*.attn.bias", "*.attn.masked_bias"),
+        Headless("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
+    ),
     tied=("lm_head.weight", "transformer.wte.weight"),
     gguf=STARCODER_GGUF,
-)  # fmt: skip
+)

@@ -31,6 +31,7 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import LayerNorm
 from .family import Family
+from .names import Drop, Headless, Names
 from .parts import (
     CAUSAL,
     LanguageModel,
@@ -263,9 +264,11 @@ class GPTNeo(LanguageModel):
 
 
 GPT_NEO = GPTNeo.family = Family.of(
-    GPTNeo, GPTNeoConfig,
-    # Attention masks, which old files hold.
-    ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
-    bare=("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
+    GPTNeo,
+    GPTNeoConfig,
+    names=Names(
+        Drop("*.attn.attention.bias", "*.attn.attention.masked_bias"),
+        Headless("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
+    ),
     tied=("lm_head.weight", "transformer.wte.weight"),
-)  # fmt: skip
+)

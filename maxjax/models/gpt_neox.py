@@ -15,8 +15,10 @@ from .config import setting
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
 from .decoder.grouped import GroupedParts
-from .decoder.model import Decoder, DecoderFamily, DecoderModel
+from .decoder.model import Decoder, DecoderModel
+from .family import Family
 from .gguf.architectures.gpt_neox import GPT_NEOX_GGUF
+from .names import ROPE_TABLES, Drop, Headless, Names, Rename
 from .parts.aliases import alias
 from .parts.rotary import Rope
 
@@ -94,11 +96,15 @@ class GPTNeoX(Decoder):
     model, lm_head = alias("gpt_neox"), alias("embed_out")
 
 
-GPT_NEOX = GPTNeoX.family = DecoderFamily.of(
-    GPTNeoX, GPTNeoXConfig,
-    renamed=(("lm_head.weight", "embed_out.weight"),),
-    ignored=("*rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
+GPT_NEOX = GPTNeoX.family = Family.of(
+    GPTNeoX,
+    GPTNeoXConfig,
+    names=Names(
+        Drop("*.attention.bias", "*.attention.masked_bias"),
+        ROPE_TABLES,
+        Headless("gpt_neox.", ("embed_in.", "layers.", "final_layer_norm.")),
+        Rename({"lm_head.weight": "embed_out.weight"}),
+    ),
     tied=("embed_out.weight", "gpt_neox.embed_in.weight"),
-    bare=("gpt_neox.", ("embed_in.", "layers.", "final_layer_norm.")),
     gguf=GPT_NEOX_GGUF,
-)  # fmt: skip
+)

@@ -23,10 +23,12 @@ from ..nn.linear import Linear
 from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.config import layers_of, own, slides_of
-from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.gpt_oss import GPT_OSS_GGUF
+from .names import DECODER, Names
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,18 @@ class GptOss(Decoder):
     layer_class: ClassVar[Any] = GptOssLayer
 
 
-GPT_OSS = GptOss.family = MoEFamily.of(
-    GptOss, GptOssConfig,
-    gguf=GPT_OSS_GGUF,
-    together=Together(
-        ("mlp.experts.gate_up_proj",), ("mlp.experts.down_proj",),
-        transposed=True, interleaved=True, written=True,
+GPT_OSS = GptOss.family = Family.of(
+    GptOss,
+    GptOssConfig,
+    names=Names(
+        FusedExperts(
+            gate_up=("mlp.experts.gate_up_proj",),
+            down=("mlp.experts.down_proj",),
+            transposed=True,
+            interleaved=True,
+            written=True,
+        ),
+        *DECODER,
     ),
-)  # fmt: skip
+    gguf=GPT_OSS_GGUF,
+)

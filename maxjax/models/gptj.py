@@ -13,7 +13,9 @@ from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, count_of, own
-from .decoder.model import Decoder, DecoderFamily, DecoderModel
+from .decoder.model import Decoder, DecoderModel
+from .family import Family
+from .names import Drop, Headless, Names
 from .parts.aliases import alias
 from .parts.rotary import Rope
 
@@ -93,10 +95,12 @@ class GPTJ(Decoder):
     model = alias("transformer")
 
 
-GPTJ_FAMILY = GPTJ.family = DecoderFamily.of(
-    GPTJ, GPTJConfig,
-    # Attention masks and RoPE tables, which old files hold.
-    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions"),
+GPTJ_FAMILY = GPTJ.family = Family.of(
+    GPTJ,
+    GPTJConfig,
+    names=Names(
+        Drop("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions"),
+        Headless("transformer.", ("wte.", "h.", "ln_f.")),
+    ),
     tied=("lm_head.weight", "transformer.wte.weight"),
-    bare=("transformer.", ("wte.", "h.", "ln_f.")),
-)  # fmt: skip
+)

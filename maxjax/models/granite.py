@@ -32,9 +32,10 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.metadata import Settings
 from .gguf.table import PERMUTED, GGUFTable
+from .names import DECODER, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -235,4 +236,6 @@ GRANITE_GGUF = GGUFTable(
     is_divided=True,
 )
 
-GRANITE = Granite.family = DecoderFamily.of(Granite, GraniteConfig, gguf=GRANITE_GGUF)
+GRANITE = Granite.family = Family.of(
+    Granite, GraniteConfig, names=Names(*DECODER), gguf=GRANITE_GGUF
+)

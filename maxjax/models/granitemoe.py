@@ -35,9 +35,11 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
-from .decoder.expert_files import MoEFamily, Together
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.names import expert_names
 from .granite import GRANITE_GGUF, with_rope
+from .names import DECODER, Names, Rename
 from .parts import (
     Angles,
     LanguageModel,
@@ -225,14 +227,21 @@ GRANITEMOE_GGUF = replace(
     read=with_rope, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
 )  # fmt: skip
 _SPARSE = "block_sparse_moe"
-GRANITEMOE = GraniteMoE.family = MoEFamily.of(
-    GraniteMoE, GraniteMoEConfig, "GraniteMoeForCausalLM", "GraniteMoeModel",
-    gguf=GRANITEMOE_GGUF,
-    renamed=((f"{_SPARSE}.router.weight", f"{_SPARSE}.router.layer.weight"),),
-    experts=f"{_SPARSE}.experts.#.*.weight",
-    together=Together(
-        (f"{_SPARSE}.input_linear", f"{_SPARSE}.experts.gate_up_proj"),
-        (f"{_SPARSE}.output_linear", f"{_SPARSE}.experts.down_proj"),
-        suffix=".weight", written=True,
+GRANITEMOE = GraniteMoE.family = Family.of(
+    GraniteMoE,
+    GraniteMoEConfig,
+    "GraniteMoeForCausalLM",
+    "GraniteMoeModel",
+    names=Names(
+        FusedExperts(
+            f"{_SPARSE}.experts.#.*.weight",
+            gate_up=(f"{_SPARSE}.input_linear", f"{_SPARSE}.experts.gate_up_proj"),
+            down=(f"{_SPARSE}.output_linear", f"{_SPARSE}.experts.down_proj"),
+            suffix=".weight",
+            written=True,
+        ),
+        *DECODER,
+        Rename({f"{_SPARSE}.router.weight": f"{_SPARSE}.router.layer.weight"}),
     ),
-)  # fmt: skip
+    gguf=GRANITEMOE_GGUF,
+)

@@ -19,6 +19,7 @@ from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, Layers, with_head
 from .family import Family
+from .names import ROPE_TABLES, Drop, Names, Prefix
 from .parts.rotary import Rope, read_rope
 
 _FIXED = {
@@ -118,13 +119,21 @@ class GteForSequenceClassification(GteModel):
 
 
 GTE = GteModel.family = Family.of(
-    GteModel, GteConfig,
-    "GteModel", "GteForMaskedLM", "GteForTokenClassification",
-    "NewModel", "NewForMaskedLM", "NewForTokenClassification",
-    prefixes=("new.", "gte."),
-    ignored=("*rotary_emb.inv_freq", "embeddings.position_ids"),
-    heads=("lm_head.*", "classifier.*"),
-)  # fmt: skip
+    GteModel,
+    GteConfig,
+    "GteModel",
+    "GteForMaskedLM",
+    "GteForTokenClassification",
+    "NewModel",
+    "NewForMaskedLM",
+    "NewForTokenClassification",
+    names=Names(
+        Prefix({"new.": "", "gte.": ""}),
+        Drop("lm_head.*", "classifier.*", head=True),
+        Drop("embeddings.position_ids"),
+        ROPE_TABLES,
+    ),
+)
 GTE_HEAD = GteForSequenceClassification.family = with_head(
     GTE, GteForSequenceClassification,
     "GteForSequenceClassification", "NewForSequenceClassification",

@@ -30,7 +30,8 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
-from .decoder.model import DecoderFamily
+from .family import Family
+from .names import DECODER, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -177,4 +178,4 @@ class Helium(LanguageModel):
             self.stack()
 
 
-HELIUM = Helium.family = DecoderFamily.of(Helium, HeliumConfig)
+HELIUM = Helium.family = Family.of(Helium, HeliumConfig, names=Names(*DECODER))

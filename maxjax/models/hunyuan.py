@@ -17,9 +17,11 @@ from .config import setting
 from .decoder.attention import DecoderAttention, Step
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig
-from .decoder.model import Decoder, DecoderFamily
+from .decoder.model import Decoder
 from .decoder.norm import norm
+from .family import Family
 from .gguf.architectures.hunyuan import HUNYUAN_GGUF
+from .names import DECODER, Names
 from .parts.rotary import Rope, read_rope, rope_settings
 
 
@@ -90,6 +92,11 @@ class Hunyuan(Decoder):
     layer_class: ClassVar[Any] = HunyuanLayer
 
 
-HUNYUAN = Hunyuan.family = DecoderFamily.of(
-    Hunyuan, HunyuanConfig, "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model", gguf=HUNYUAN_GGUF
+HUNYUAN = Hunyuan.family = Family.of(
+    Hunyuan,
+    HunyuanConfig,
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanDenseV1Model",
+    names=Names(*DECODER),
+    gguf=HUNYUAN_GGUF,
 )

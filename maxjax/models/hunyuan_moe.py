@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 from ..errors import UnsupportedModelError
 from .config import setting
 from .decoder.config import own
-from .decoder.expert_files import MoEFamily
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.hunyuan import HUNYUAN_MOE_GGUF
 from .hunyuan import HunyuanAttention, HunyuanConfig
+from .names import DECODER, Names
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,11 @@ class HunyuanMoE(Decoder):
     layer_class: ClassVar[Any] = HunyuanMoELayer
 
 
-HUNYUAN_MOE = HunyuanMoE.family = MoEFamily.of(
-    HunyuanMoE, HunyuanMoEConfig, "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model",
+HUNYUAN_MOE = HunyuanMoE.family = Family.of(
+    HunyuanMoE,
+    HunyuanMoEConfig,
+    "HunYuanMoEV1ForCausalLM",
+    "HunYuanMoEV1Model",
+    names=Names(FusedExperts(), *DECODER),
     gguf=HUNYUAN_MOE_GGUF,
-)  # fmt: skip
+)

@@ -22,6 +22,7 @@ from .encoder.config import EncoderConfig
 from .encoder.model import ClassificationHead, NormedEncoder, with_head
 from .family import Family
 from .gguf.architectures.jina import JINA_V3_GGUF
+from .names import Drop, Names, Prefix, Rename
 from .parts.rotary import Rope, read_rope
 
 _LOG = logging.getLogger("maxjax")
@@ -102,15 +103,18 @@ class JinaV3ForSequenceClassification(JinaV3Model):
 
 
 JINA_V3 = JinaV3Model.family = Family.of(
-    JinaV3Model, JinaV3Config,
-    "JinaEmbeddingsV3Model", *(f"JinaEmbeddingsV3For{head}" for head in _HEADS),
-    prefixes=("roberta.",),
-    renamed=((_ORIGINAL, ".weight"),),
-    ignored=("*.lora_A", "*.lora_B"),
-    beside=("*.lora_A", "*.lora_B"),
-    heads=("lm_head.*", "classifier.*", "qa_outputs.*"),
+    JinaV3Model,
+    JinaV3Config,
+    "JinaEmbeddingsV3Model",
+    *(f"JinaEmbeddingsV3For{head}" for head in _HEADS),
+    names=Names(
+        Prefix({"roberta.": ""}),
+        Drop("lm_head.*", "classifier.*", "qa_outputs.*", head=True),
+        Drop("*.lora_A", "*.lora_B", kept=True),
+        Rename({_ORIGINAL: ".weight"}),
+    ),
     gguf=JINA_V3_GGUF,
-)  # fmt: skip
+)
 JINA_V3_HEAD = JinaV3ForSequenceClassification.family = with_head(
     JINA_V3, JinaV3ForSequenceClassification, "JinaEmbeddingsV3ForSequenceClassification"
 )

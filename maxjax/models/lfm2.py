@@ -14,10 +14,11 @@ from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import HybridLayer
 from .decoder.config import DecoderConfig, check_kinds, count_of, kinds_of, layers_of, own
-from .decoder.model import Decoder, DecoderFamily, DecoderModel
+from .decoder.model import Decoder, DecoderModel
 from .decoder.short_conv import ShortConv
+from .family import Family
 from .gguf.architectures.lfm2 import LFM2_GGUF
-from .multimodal import SIGHT
+from .names import MULTIMODAL, ROPE_TABLES, Headless, Names
 from .parts.aliases import alias
 
 _KINDS = {"conv": True, "full_attention": False}
@@ -148,9 +149,15 @@ class LFM2(Decoder):
     model_class: ClassVar[Any] = LFM2Model
 
 
-LFM2_FAMILY = LFM2.family = DecoderFamily.of(
-    LFM2, LFM2Config, "Lfm2ForCausalLM", "Lfm2Model",
-    bare=("model.", ("embed_tokens.", "layers.", "embedding_norm.")),
-    sight=SIGHT,
+LFM2_FAMILY = LFM2.family = Family.of(
+    LFM2,
+    LFM2Config,
+    "Lfm2ForCausalLM",
+    "Lfm2Model",
+    names=Names(
+        *MULTIMODAL,
+        ROPE_TABLES,
+        Headless("model.", ("embed_tokens.", "layers.", "embedding_norm.")),
+    ),
     gguf=LFM2_GGUF,
-)  # fmt: skip
+)

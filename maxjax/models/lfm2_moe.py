@@ -16,10 +16,12 @@ from ..graph.weight.weight import Weight
 from ..nn.moe import Routing
 from .config import setting
 from .decoder.config import layers_of, own
-from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MAPS_W, MoEConfig, MoELayer, SparseMLP, after_dense
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.lfm2 import LFM2_MOE_GGUF
-from .lfm2 import LFM2, LFM2_FAMILY, LFM2Config, LFM2Layer
+from .lfm2 import LFM2, LFM2Config, LFM2Layer
+from .names import ROPE_TABLES, Headless, Names
 
 _MLP = "feed_forward"
 
@@ -97,11 +99,20 @@ class LFM2MoE(LFM2):
     layer_class: ClassVar[Any] = LFM2MoELayer
 
 
-LFM2_MOE = LFM2MoE.family = MoEFamily.of(
-    LFM2MoE, LFM2MoEConfig, "Lfm2MoeForCausalLM", "Lfm2MoeModel",
-    bare=LFM2_FAMILY.bare,
-    experts=f"{_MLP}.experts.#.*.weight",
-    maps=MAPS_W,
-    together=Together((f"{_MLP}.experts.gate_up_proj",), (f"{_MLP}.experts.down_proj",)),
+LFM2_MOE = LFM2MoE.family = Family.of(
+    LFM2MoE,
+    LFM2MoEConfig,
+    "Lfm2MoeForCausalLM",
+    "Lfm2MoeModel",
+    names=Names(
+        FusedExperts(
+            f"{_MLP}.experts.#.*.weight",
+            ("w1", "w3", "w2"),
+            gate_up=(f"{_MLP}.experts.gate_up_proj",),
+            down=(f"{_MLP}.experts.down_proj",),
+        ),
+        ROPE_TABLES,
+        Headless("model.", ("embed_tokens.", "layers.", "embedding_norm.")),
+    ),
     gguf=LFM2_MOE_GGUF,
-)  # fmt: skip
+)

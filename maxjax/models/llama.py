@@ -31,9 +31,9 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.table import GGUFTable
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -210,7 +210,7 @@ class Llama(LanguageModel):
             self.stack()
 
 
-LLAMA = Llama.family = DecoderFamily.of(Llama, LlamaConfig, sight=SIGHT)
+LLAMA = Llama.family = Family.of(Llama, LlamaConfig, names=Names(*MULTIMODAL, *DECODER))
 
 # --- Mistral: each token attends to a window of tokens ------------------------------------------
 
@@ -247,7 +247,7 @@ class Mistral(Llama):
     """
 
 
-MISTRAL = Mistral.family = DecoderFamily.of(Mistral, MistralConfig, sight=SIGHT)
+MISTRAL = Mistral.family = Family.of(Mistral, MistralConfig, names=Names(*MULTIMODAL, *DECODER))
 
 
 # --- Qwen 2 and 2.5: queries, keys and values have biases ---------------------------------------
@@ -302,7 +302,7 @@ class Qwen2(Llama):
     """
 
 
-QWEN2 = Qwen2.family = DecoderFamily.of(Qwen2, Qwen2Config, sight=SIGHT)
+QWEN2 = Qwen2.family = Family.of(Qwen2, Qwen2Config, names=Names(*MULTIMODAL, *DECODER))
 
 
 # --- Seed-OSS: the output projection has a bias of its own --------------------------------------
@@ -335,6 +335,11 @@ SEED_OSS_GGUF = GGUFTable(
     {".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm"},
     fixed={"hidden_act": "silu", "mlp_bias": False, "attention_out_bias": False},
 )
-SEED_OSS = SeedOSS.family = DecoderFamily.of(
-    SeedOSS, SeedOSSConfig, "SeedOssForCausalLM", "SeedOssModel", gguf=SEED_OSS_GGUF
+SEED_OSS = SeedOSS.family = Family.of(
+    SeedOSS,
+    SeedOSSConfig,
+    "SeedOssForCausalLM",
+    "SeedOssModel",
+    names=Names(*DECODER),
+    gguf=SEED_OSS_GGUF,
 )

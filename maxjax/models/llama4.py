@@ -21,12 +21,13 @@ from ..nn.linear import MLP
 from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.config import count_of, kinds_of, layers_of, own, rotates_of, windowed
-from .decoder.expert_files import MoEFamily, Together
 from .decoder.experts import MoEConfig, MoELayer, SparseMLP
 from .decoder.model import Decoder
 from .decoder.norm import unit_rms
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.llama4 import LLAMA4_GGUF
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, Names
 from .parts.aliases import alias
 from .parts.rotary import QueryScaling, Rope, read_rope
 
@@ -167,13 +168,21 @@ class Llama4(Decoder):
     layer_class: ClassVar[Any] = Llama4Layer
 
 
-LLAMA4 = Llama4.family = MoEFamily.of(
-    Llama4, Llama4Config, "Llama4ForCausalLM", "Llama4TextModel",
-    experts="feed_forward.experts.#.*.weight",
-    together=Together(
-        ("feed_forward.experts.gate_up_proj",), ("feed_forward.experts.down_proj",),
-        transposed=True, written=True,
+LLAMA4 = Llama4.family = Family.of(
+    Llama4,
+    Llama4Config,
+    "Llama4ForCausalLM",
+    "Llama4TextModel",
+    names=Names(
+        FusedExperts(
+            "feed_forward.experts.#.*.weight",
+            gate_up=("feed_forward.experts.gate_up_proj",),
+            down=("feed_forward.experts.down_proj",),
+            transposed=True,
+            written=True,
+        ),
+        *MULTIMODAL,
+        *DECODER,
     ),
-    sight=SIGHT,
     gguf=LLAMA4_GGUF,
-)  # fmt: skip
+)

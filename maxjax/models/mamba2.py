@@ -43,11 +43,12 @@ from ..nn.linear import Linear, linear_rules
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
 from ..nn.ssm.gated_norm import GatedNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.config.read import Config, Shapes
 from .gguf.metadata import Settings
 from .gguf.ssm import SSM_KEYS, has_tensor, read_ssm_sizes, ssm_names, write_ssm_sizes
 from .gguf.table import GGUFTable
+from .names import ROPE_TABLES, Headless, Names, Rename
 from .parts import (
     LanguageModel,
     LanguageModelConfig,
@@ -277,10 +278,14 @@ MAMBA2_GGUF = GGUFTable(
     attends=False, has_rope=False, epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
 )  # fmt: skip
 
-MAMBA2 = Mamba2.family = DecoderFamily.of(
-    Mamba2, Mamba2Config,
-    renamed=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
+MAMBA2 = Mamba2.family = Family.of(
+    Mamba2,
+    Mamba2Config,
+    names=Names(
+        ROPE_TABLES,
+        Headless("backbone.", ("embeddings.", "layers.", "norm_f.")),
+        Rename({"backbone.embedding.weight": "backbone.embeddings.weight"}),
+    ),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
-    bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
     gguf=MAMBA2_GGUF,
-)  # fmt: skip
+)

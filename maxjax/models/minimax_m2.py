@@ -15,10 +15,12 @@ from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
 from .config import setting
 from .decoder.config import own
-from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MixtralLayer, MoEConfig, SparseMLP
 from .decoder.model import Decoder
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.minimax_m2 import MINIMAX_M2_GGUF
+from .names import DECODER, Names, Rename
 from .parts.rotary import Rope, read_rope
 
 
@@ -103,13 +105,18 @@ class MiniMaxM2(Decoder):
     layer_class: ClassVar[Any] = MiniMaxM2Layer
 
 
-MINIMAX_M2 = MiniMaxM2.family = MoEFamily.of(
-    MiniMaxM2, MiniMaxM2Config,
-    gguf=MINIMAX_M2_GGUF,
-    renamed=(
-        (".mlp.gate.weight", ".block_sparse_moe.gate.weight"),
-        (".mlp.e_score_correction_bias", ".block_sparse_moe.e_score_correction_bias"),
+MINIMAX_M2 = MiniMaxM2.family = Family.of(
+    MiniMaxM2,
+    MiniMaxM2Config,
+    names=Names(
+        FusedExperts("block_sparse_moe.experts.#.*.weight", ("w1", "w3", "w2")),
+        *DECODER,
+        Rename(
+            {
+                ".mlp.gate.weight": ".block_sparse_moe.gate.weight",
+                ".mlp.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
+            }
+        ),
     ),
-    experts="block_sparse_moe.experts.#.*.weight",
-    maps=MAPS_W,
-)  # fmt: skip
+    gguf=MINIMAX_M2_GGUF,
+)

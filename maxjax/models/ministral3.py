@@ -34,10 +34,10 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.metadata import Settings, unsupported
 from .gguf.table import PERMUTED, GGUFTable
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, Names
 from .parts import (
     CAUSAL,
     Angles,
@@ -269,6 +269,6 @@ MINISTRAL3_GGUF = GGUFTable(
     log_multiplier=1.0,
 )
 
-MINISTRAL3 = Ministral3.family = DecoderFamily.of(
-    Ministral3, Ministral3Config, gguf=MINISTRAL3_GGUF, sight=SIGHT
+MINISTRAL3 = Ministral3.family = Family.of(
+    Ministral3, Ministral3Config, names=Names(*MULTIMODAL, *DECODER), gguf=MINISTRAL3_GGUF
 )

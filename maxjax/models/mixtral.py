@@ -32,7 +32,9 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
-from .decoder.expert_files import MoEFamily
+from .family import Family
+from .fused_experts import FusedExperts
+from .names import DECODER, Names, Rename
 from .parts import (
     CAUSAL,
     Angles,
@@ -201,9 +203,12 @@ class Mixtral(LanguageModel):
             self.stack()
 
 
-MIXTRAL = Mixtral.family = MoEFamily.of(
-    Mixtral, MixtralConfig,
-    renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
-    experts="block_sparse_moe.experts.#.*.weight",
-    maps=("w1", "w3", "w2"),
-)  # fmt: skip
+MIXTRAL = Mixtral.family = Family.of(
+    Mixtral,
+    MixtralConfig,
+    names=Names(
+        FusedExperts("block_sparse_moe.experts.#.*.weight", ("w1", "w3", "w2")),
+        *DECODER,
+        Rename({".mlp.gate.weight": ".block_sparse_moe.gate.weight"}),
+    ),
+)

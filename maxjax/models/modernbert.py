@@ -25,6 +25,7 @@ from .encoder.block import EncoderMLP
 from .encoder.model import Encoder, in_turn, with_head
 from .family import Family
 from .gguf.architectures.modernbert import MODERNBERT_GGUF
+from .names import Drop, Names, Prefix
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,19 @@ class ModernBertForSequenceClassification(ModernBertModel):
 
 
 MODERNBERT = ModernBertModel.family = Family.of(
-    ModernBertModel, ModernBertConfig,
-    "ModernBertModel", "ModernBertForMaskedLM", "ModernBertForTokenClassification",
-    "ModernBertForQuestionAnswering", "ModernBertForMultipleChoice",
-    prefixes=("model.",),
-    heads=("head.*", "decoder.*", "classifier.*", "qa_outputs.*"),
+    ModernBertModel,
+    ModernBertConfig,
+    "ModernBertModel",
+    "ModernBertForMaskedLM",
+    "ModernBertForTokenClassification",
+    "ModernBertForQuestionAnswering",
+    "ModernBertForMultipleChoice",
+    names=Names(
+        Prefix({"model.": ""}),
+        Drop("head.*", "decoder.*", "classifier.*", "qa_outputs.*", head=True),
+    ),
     gguf=MODERNBERT_GGUF,
-)  # fmt: skip
+)
 MODERNBERT_HEAD = ModernBertForSequenceClassification.family = with_head(
     MODERNBERT, ModernBertForSequenceClassification
 )

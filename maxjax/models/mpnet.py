@@ -25,6 +25,7 @@ from .encoder.block import EncoderEmbeddings, plus
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import ClassificationHead, Encoder, in_turn, with_head
 from .family import Family
+from .names import Drop, Names, Prefix
 from .roberta import places_after
 
 # transformers fixes these three numbers, whatever the configuration says.
@@ -148,13 +149,19 @@ class MPNetForSequenceClassification(MPNetModel):
 
 
 MPNET = MPNetModel.family = Family.of(
-    MPNetModel, MPNetConfig,
-    "MPNetModel", "MPNetForMaskedLM", "MPNetForTokenClassification",
-    "MPNetForQuestionAnswering", "MPNetForMultipleChoice",
-    prefixes=("mpnet.",),
-    ignored=("embeddings.position_ids",),
-    heads=("lm_head.*", "classifier.*", "qa_outputs.*"),
-)  # fmt: skip
+    MPNetModel,
+    MPNetConfig,
+    "MPNetModel",
+    "MPNetForMaskedLM",
+    "MPNetForTokenClassification",
+    "MPNetForQuestionAnswering",
+    "MPNetForMultipleChoice",
+    names=Names(
+        Prefix({"mpnet.": ""}),
+        Drop("lm_head.*", "classifier.*", "qa_outputs.*", head=True),
+        Drop("embeddings.position_ids"),
+    ),
+)
 MPNET_HEAD = MPNetForSequenceClassification.family = with_head(
     MPNET, MPNetForSequenceClassification
 )

@@ -1,7 +1,7 @@
 """Reads the text model in a checkpoint of a multimodal model, where settings are nested and names prefixed.
 
 A multimodal model is read as the language model that it contains: ``text_settings`` extracts the
-configuration of that, and ``DecoderFamily`` its tensors. Tensors for images and audio are left out.
+configuration of that, and the rows ``MULTIMODAL`` of ``names`` its tensors. Tensors for images and audio are left out.
 """
 
 from __future__ import annotations

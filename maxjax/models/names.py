@@ -193,7 +193,7 @@ class DropLayers(Row):
 
 
 # Scales of a KV cache in FP8, and of what is computed with it: without such a cache they have no effect.
-_CACHE_SCALES = Drop(
+CACHE_SCALES = Drop(
     *(f"*.{one}_scale" for one in ("kv", "k", "v", "q", "prob", "output")), kept=True
 )
 # The text model of a multimodal model, in files of any age; and the other parts of such models.
@@ -216,6 +216,8 @@ TEXT_PREFIX = Prefix(
     }
 )
 MULTIMODAL = (TEXT_PREFIX, Drop(*VISION_PATTERNS, kept=True))
+# The weights of a LayerNorm, by the names of old files.
+GAMMA_BETA = Rename({"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"})
 # Tables of RoPE's frequencies, which old files hold and maxjax computes.
 ROPE_TABLES = Drop("*rotary_emb.inv_freq")
 # Decoders with the names of Llama's files.
@@ -244,14 +246,10 @@ class Names:
     def __init__(self, *rows: Row):
         object.__setattr__(self, "rows", rows)
 
-    @property
-    def _all(self) -> tuple[Row, ...]:
-        return (_CACHE_SCALES, *self.rows)
-
     def model_name(self, tensor: str) -> str | None:
         """The model's name for a name in a file, or None if the tensor is dropped."""
         name: str | None = tensor
-        for row in self._all:
+        for row in self.rows:
             if name is not None:
                 name = row.model_name(name)
         return name
@@ -269,7 +267,7 @@ class Names:
         Raises:
             CheckpointFormatError: a tensor that holds several weights has another shape, or two tensors hold one.
         """
-        for row in self._all:
+        for row in self.rows:
             tensors = row.split(tensors)
         return dict(tensors)
 
@@ -347,7 +345,7 @@ class Names:
     def _dropped_by(self, tensor: str) -> Drop | None:
         """The row that drops a tensor by its name."""
         name: str | None = tensor
-        for row in self._all:
+        for row in self.rows:
             after = row.model_name(name)
             if after is None:
                 return row if isinstance(row, Drop) else None

@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily
+from .decoder.model import Decoder
+from .family import Family
 from .gguf.architectures.nemotron import ARCEE_GGUF, NEMOTRON_GGUF
+from .names import DECODER, Names
 from .parts.rotary import Rope
 
 
@@ -64,5 +66,7 @@ class Arcee(Nemotron):
     """An AFM language model of Arcee."""
 
 
-NEMOTRON = Nemotron.family = DecoderFamily.of(Nemotron, NemotronConfig, gguf=NEMOTRON_GGUF)
-ARCEE = Arcee.family = DecoderFamily.of(Arcee, ArceeConfig, gguf=ARCEE_GGUF)
+NEMOTRON = Nemotron.family = Family.of(
+    Nemotron, NemotronConfig, names=Names(*DECODER), gguf=NEMOTRON_GGUF
+)
+ARCEE = Arcee.family = Family.of(Arcee, ArceeConfig, names=Names(*DECODER), gguf=ARCEE_GGUF)

@@ -50,7 +50,7 @@ from ..nn.linear import Linear, linear_rules, linears
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
 from ..nn.ssm.gated_norm import GatedNorm
-from .decoder.model import KNOWN, DecoderFamily
+from .family import Family
 from .gguf.config.read import Config, Shapes
 from .gguf.metadata import Settings
 from .gguf.names import KEYS, QUERIES, Rule
@@ -63,6 +63,7 @@ from .gguf.ssm import (
     write_ssm_sizes,
 )
 from .gguf.table import GGUFTable
+from .names import ROPE_TABLES, Drop, Headless, Names, Prefix
 from .parts import (
     LanguageModel,
     LanguageModelConfig,
@@ -403,12 +404,15 @@ NEMOTRON_H_GGUF = GGUFTable(
     epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
 )  # fmt: skip
 
-NEMOTRON_H = NemotronH.family = DecoderFamily.of(
-    NemotronH, NemotronHConfig,
-    prefixes=("model.",),
-    ignored=(*KNOWN, "mtp.*"),
-    beside=("mtp.*",),
+NEMOTRON_H = NemotronH.family = Family.of(
+    NemotronH,
+    NemotronHConfig,
+    names=Names(
+        Prefix({"model.": ""}),
+        Drop("mtp.*", kept=True),
+        ROPE_TABLES,
+        Headless("backbone.", ("embeddings.", "layers.", "norm_f.")),
+    ),
     tied=("lm_head.weight", "backbone.embeddings.weight"),
-    bare=("backbone.", ("embeddings.", "layers.", "norm_f.")),
     gguf=NEMOTRON_H_GGUF,
-)  # fmt: skip
+)

@@ -19,6 +19,7 @@ from .encoder.config import EncoderConfig, refuse
 from .encoder.model import NormedEncoder, with_head
 from .family import Family
 from .gguf.architectures.nomic import NOMIC_BERT_GGUF
+from .names import ROPE_TABLES, Drop, Names, Prefix
 from .parts.rotary import Rope, read_rope
 
 _USUAL = {
@@ -131,14 +132,19 @@ class NomicBertForSequenceClassification(NomicBertModel):
 
 
 NOMIC_BERT = NomicBertModel.family = Family.of(
-    NomicBertModel, NomicBertConfig,
-    "NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM",
+    NomicBertModel,
+    NomicBertConfig,
+    "NomicBertModel",
+    "NomicBertForPreTraining",
+    "NomicBertForMaskedLM",
     "NomicBertForTokenClassification",
-    prefixes=("nomic_bert.", "bert."),
-    ignored=("*rotary_emb.inv_freq",),
-    heads=("cls.*", "classifier.*"),
+    names=Names(
+        Prefix({"nomic_bert.": "", "bert.": ""}),
+        Drop("cls.*", "classifier.*", head=True),
+        ROPE_TABLES,
+    ),
     gguf=NOMIC_BERT_GGUF,
-)  # fmt: skip
+)
 NOMIC_BERT_HEAD = NomicBertForSequenceClassification.family = with_head(
     NOMIC_BERT, NomicBertForSequenceClassification
 )

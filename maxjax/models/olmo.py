@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily
+from .decoder.model import Decoder
+from .family import Family
 from .gguf.architectures.olmo import OLMO_GGUF
+from .names import DECODER, Names
 from .olmoe import OLMoEAttention
 
 
@@ -46,4 +48,4 @@ class Olmo(Decoder):
     layer_class: ClassVar[Any] = OlmoLayer
 
 
-OLMO = Olmo.family = DecoderFamily.of(Olmo, OlmoConfig, gguf=OLMO_GGUF)
+OLMO = Olmo.family = Family.of(Olmo, OlmoConfig, names=Names(*DECODER), gguf=OLMO_GGUF)

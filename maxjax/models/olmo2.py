@@ -31,10 +31,11 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.metadata import Settings, unsupported
 from .gguf.names import AFTER_NORMS, HEAD_NORMS
 from .gguf.table import GGUFTable
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -283,5 +284,5 @@ OLMO2_GGUF = GGUFTable(
     model_types=("olmo3",),
 )
 
-OLMO2 = Olmo2.family = DecoderFamily.of(Olmo2, Olmo2Config, gguf=OLMO2_GGUF)
-OLMO3 = Olmo3.family = DecoderFamily.of(Olmo3, Olmo3Config)
+OLMO2 = Olmo2.family = Family.of(Olmo2, Olmo2Config, names=Names(*DECODER), gguf=OLMO2_GGUF)
+OLMO3 = Olmo3.family = Family.of(Olmo3, Olmo3Config, names=Names(*DECODER))

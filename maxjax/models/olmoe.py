@@ -32,9 +32,11 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
-from .decoder.expert_files import MoEFamily
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.names import HEAD_NORMS, expert_names
 from .gguf.table import GGUFTable
+from .names import DECODER, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -218,6 +220,11 @@ OLMOE_GGUF = GGUFTable(
     fixed={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": None},
     biases=(),
 )
-OLMOE = OLMoE.family = MoEFamily.of(
-    OLMoE, OLMoEConfig, "OlmoeForCausalLM", "OlmoeModel", gguf=OLMOE_GGUF
+OLMOE = OLMoE.family = Family.of(
+    OLMoE,
+    OLMoEConfig,
+    "OlmoeForCausalLM",
+    "OlmoeModel",
+    names=Names(FusedExperts(), *DECODER),
+    gguf=OLMOE_GGUF,
 )

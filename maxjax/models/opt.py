@@ -25,6 +25,7 @@ from .decoder.model import DecoderModel
 from .decoder.norm import norm
 from .decoder.positions import PositionedConfig, PositionedDecoder, PositionedModel
 from .family import Family
+from .names import Headless, Names
 from .parts.aliases import alias
 
 
@@ -174,7 +175,8 @@ class OPT(PositionedDecoder):
 
 
 OPT_FAMILY = OPT.family = Family.of(
-    OPT, OPTConfig,
-    bare=("model.", ("decoder.",)),
+    OPT,
+    OPTConfig,
+    names=Names(Headless("model.", ("decoder.",))),
     tied=("lm_head.weight", "model.decoder.embed_tokens.weight"),
-)  # fmt: skip
+)

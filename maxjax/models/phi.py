@@ -12,8 +12,10 @@ from .config import setting
 from .decoder.attention import DecoderAttention
 from .decoder.block import ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily, DecoderModel
+from .decoder.model import Decoder, DecoderModel
+from .family import Family
 from .gguf.architectures.phi import PHI_GGUF
+from .names import ROPE_TABLES, Headless, Names
 from .parts.aliases import alias
 from .parts.rotary import Rope
 
@@ -67,6 +69,9 @@ class Phi(Decoder):
     model_class: ClassVar[Any] = PhiModel
 
 
-PHI = Phi.family = DecoderFamily.of(
-    Phi, PhiConfig, bare=("model.", ("embed_tokens.", "layers.", "final_layernorm.")), gguf=PHI_GGUF
+PHI = Phi.family = Family.of(
+    Phi,
+    PhiConfig,
+    names=Names(ROPE_TABLES, Headless("model.", ("embed_tokens.", "layers.", "final_layernorm."))),
+    gguf=PHI_GGUF,
 )

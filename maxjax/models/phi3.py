@@ -33,8 +33,9 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear
 from ..nn.norm import RMSNorm
 from ..nn.stacked_linear import StackedLinear, split_projections, stacked_rules
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.table import GATE_UP, GGUFTable
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     Angles,
@@ -230,4 +231,4 @@ PHI3_GGUF = GGUFTable(
     is_long=True,
 )
 
-PHI3 = Phi3.family = DecoderFamily.of(Phi3, Phi3Config, gguf=PHI3_GGUF)
+PHI3 = Phi3.family = Family.of(Phi3, Phi3Config, names=Names(*DECODER), gguf=PHI3_GGUF)

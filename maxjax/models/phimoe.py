@@ -15,10 +15,12 @@ from ..errors import UnsupportedModelError
 from ..nn.rope_scaling import LongRoPEScalingParams
 from .config import setting
 from .decoder.config import own
-from .decoder.expert_files import MoEFamily
 from .decoder.experts import MAPS_W, MixtralLayer, MoEConfig, SparseMLP
 from .decoder.model import Decoder
 from .encoder.config import refuse
+from .family import Family
+from .fused_experts import FusedExperts
+from .names import DECODER, Names, Rename
 from .parts.rotary import rope_settings
 
 
@@ -95,9 +97,15 @@ class PhiMoE(Decoder):
     layer_class: ClassVar[Any] = PhiMoELayer
 
 
-PHIMOE = PhiMoE.family = MoEFamily.of(
-    PhiMoE, PhiMoEConfig, "PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel",
-    renamed=((".mlp.router.weight", ".block_sparse_moe.gate.weight"),),
-    experts="block_sparse_moe.experts.#.*.weight",
-    maps=MAPS_W,
-)  # fmt: skip
+PHIMOE = PhiMoE.family = Family.of(
+    PhiMoE,
+    PhiMoEConfig,
+    "PhimoeForCausalLM",
+    "PhiMoEForCausalLM",
+    "PhimoeModel",
+    names=Names(
+        FusedExperts("block_sparse_moe.experts.#.*.weight", ("w1", "w3", "w2")),
+        *DECODER,
+        Rename({".mlp.router.weight": ".block_sparse_moe.gate.weight"}),
+    ),
+)

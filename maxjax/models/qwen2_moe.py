@@ -35,7 +35,9 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
-from .decoder.expert_files import MoEFamily
+from .family import Family
+from .fused_experts import FusedExperts
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -286,6 +288,10 @@ class Qwen2MoE(LanguageModel):
             self.stack()
 
 
-QWEN2_MOE = Qwen2MoE.family = MoEFamily.of(
-    Qwen2MoE, Qwen2MoEConfig, "Qwen2MoeForCausalLM", "Qwen2MoeModel"
+QWEN2_MOE = Qwen2MoE.family = Family.of(
+    Qwen2MoE,
+    Qwen2MoEConfig,
+    "Qwen2MoeForCausalLM",
+    "Qwen2MoeModel",
+    names=Names(FusedExperts(), *DECODER),
 )

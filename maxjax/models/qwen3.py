@@ -37,10 +37,10 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
-from .decoder.expert_files import MoEFamily
-from .decoder.model import DecoderFamily
+from .family import Family
+from .fused_experts import FusedExperts
 from .llama import window_layers
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -314,7 +314,7 @@ class Qwen3(LanguageModel):
             self.stack()
 
 
-QWEN3 = Qwen3.family = DecoderFamily.of(Qwen3, Qwen3Config, sight=SIGHT)
+QWEN3 = Qwen3.family = Family.of(Qwen3, Qwen3Config, names=Names(*MULTIMODAL, *DECODER))
 
 
 class Qwen3MoE(Qwen3):
@@ -327,6 +327,10 @@ class Qwen3MoE(Qwen3):
     """
 
 
-QWEN3_MOE = Qwen3MoE.family = MoEFamily.of(
-    Qwen3MoE, Qwen3MoEConfig, "Qwen3MoeForCausalLM", "Qwen3MoeModel", sight=SIGHT
+QWEN3_MOE = Qwen3MoE.family = Family.of(
+    Qwen3MoE,
+    Qwen3MoEConfig,
+    "Qwen3MoeForCausalLM",
+    "Qwen3MoeModel",
+    names=Names(FusedExperts(), *MULTIMODAL, *DECODER),
 )

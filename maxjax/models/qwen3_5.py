@@ -18,11 +18,12 @@ from ..graph.placement.strategy import Segment, ShardingStrategy
 from ..nn.linear import Linear, linear_rules, linears
 from .config import setting
 from .decoder.config import own
-from .decoder.expert_files import MoEFamily
 from .decoder.gated_delta import GatedDelta
-from .decoder.model import KNOWN, Decoder
+from .decoder.model import Decoder
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.qwen3_next import QWEN3_5_GGUF, QWEN3_5_MOE_GGUF
-from .multimodal import SIGHT
+from .names import DECODER, MULTIMODAL, Drop, Names
 from .qwen3_next import PREDICTING, Qwen3NextConfig, Qwen3NextLayer
 
 
@@ -120,15 +121,19 @@ class Qwen35MoE(Decoder):
     layer_class: ClassVar[Any] = Qwen35MoELayer
 
 
-QWEN3_5 = Qwen35.family = MoEFamily.of(
-    Qwen35, Qwen35Config, "Qwen3_5ForCausalLM", "Qwen3_5TextModel",
-    ignored=(*KNOWN, *PREDICTING), beside=PREDICTING,
-    sight=SIGHT,
+QWEN3_5 = Qwen35.family = Family.of(
+    Qwen35,
+    Qwen35Config,
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5TextModel",
+    names=Names(FusedExperts(), *MULTIMODAL, Drop(*PREDICTING, kept=True), *DECODER),
     gguf=QWEN3_5_GGUF,
-)  # fmt: skip
-QWEN3_5_MOE = Qwen35MoE.family = MoEFamily.of(
-    Qwen35MoE, Qwen35MoEConfig, "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel",
-    ignored=(*KNOWN, *PREDICTING), beside=PREDICTING,
-    sight=SIGHT,
+)
+QWEN3_5_MOE = Qwen35MoE.family = Family.of(
+    Qwen35MoE,
+    Qwen35MoEConfig,
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeTextModel",
+    names=Names(FusedExperts(), *MULTIMODAL, Drop(*PREDICTING, kept=True), *DECODER),
     gguf=QWEN3_5_MOE_GGUF,
-)  # fmt: skip
+)

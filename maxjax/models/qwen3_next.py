@@ -19,11 +19,13 @@ from ..nn.linear import Linear, linear_rules, linears
 from .config import setting
 from .decoder.attention import Cached, Step
 from .decoder.config import own
-from .decoder.expert_files import MoEFamily
 from .decoder.experts import GatedSharedLayer, QwenMoEConfig
 from .decoder.gated_delta import GatedAttention, GatedDelta, GatedDeltaConfig
-from .decoder.model import KNOWN, Decoder
+from .decoder.model import Decoder
+from .family import Family
+from .fused_experts import FusedExperts
 from .gguf.architectures.qwen3_next import QWEN3_NEXT_GGUF
+from .names import DECODER, Drop, Names
 from .parts.rotary import Rope
 
 # Tensors of the layer of multi-token prediction.
@@ -123,10 +125,9 @@ class Qwen3Next(Decoder):
     layer_class: ClassVar[Any] = Qwen3NextLayer
 
 
-QWEN3_NEXT = Qwen3Next.family = MoEFamily.of(
+QWEN3_NEXT = Qwen3Next.family = Family.of(
     Qwen3Next,
     Qwen3NextConfig,
-    ignored=(*KNOWN, *PREDICTING),
-    beside=PREDICTING,
+    names=Names(FusedExperts(), Drop(*PREDICTING, kept=True), *DECODER),
     gguf=QWEN3_NEXT_GGUF,
 )

@@ -294,7 +294,7 @@ def register(model: M) -> M:
         if family is None:
             raise UserInputError(
                 f"{model.__name__} has no family of its own: "
-                f"{model.__name__}.family = DecoderFamily.of({model.__name__}, its config class)"
+                f"{model.__name__}.family = Family.of({model.__name__}, its config class)"
             )
     before = {key: one for key, one in ENTRIES.items() if one.model_type == family.model_type}
     for one in ENTRIES.values():

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from .bert import BERT, BertConfig, BertModel
 from .config import setting
 from .encoder.model import ClassificationHead, with_head
+from .names import GAMMA_BETA, Drop, Names, Prefix
 
 _HEADS = ("MaskedLM", "TokenClassification", "MultipleChoice", "QuestionAnswering")
 
@@ -91,8 +92,12 @@ ROBERTA = RobertaModel.family = BERT.like(
     RobertaConfig,
     "RobertaModel",
     *(f"RobertaFor{head}" for head in _HEADS),
-    prefixes=("roberta.",),
-    heads=(*BERT.heads, "lm_head.*"),
+    names=Names(
+        Prefix({"roberta.": ""}),
+        Drop("cls.*", "classifier.*", "qa_outputs.*", "lm_head.*", head=True),
+        Drop("embeddings.position_ids", "embeddings.token_type_ids"),
+        GAMMA_BETA,
+    ),
 )
 ROBERTA_HEAD = RobertaForSequenceClassification.family = with_head(
     ROBERTA, RobertaForSequenceClassification

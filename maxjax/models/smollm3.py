@@ -32,9 +32,10 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
-from .decoder.model import DecoderFamily
+from .family import Family
 from .gguf.metadata import unsupported
 from .gguf.table import PERMUTED, GGUFTable
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -279,4 +280,6 @@ SMOLLM3_GGUF = GGUFTable(
     biases=(),
 )
 
-SMOLLM3 = SmolLM3.family = DecoderFamily.of(SmolLM3, SmolLM3Config, gguf=SMOLLM3_GGUF)
+SMOLLM3 = SmolLM3.family = Family.of(
+    SmolLM3, SmolLM3Config, names=Names(*DECODER), gguf=SMOLLM3_GGUF
+)

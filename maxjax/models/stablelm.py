@@ -14,8 +14,10 @@ from ..errors import UnsupportedModelError
 from .config import setting
 from .decoder.block import DecoderLayer, ParallelLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily
+from .decoder.model import Decoder
+from .family import Family
 from .gguf.architectures.stablelm import STABLELM_GGUF
+from .names import DECODER, Names
 from .parts.rotary import Rope
 
 
@@ -72,6 +74,11 @@ class StableLM(Decoder):
     layer_class: ClassVar[Any] = staticmethod(layer)
 
 
-STABLELM = StableLM.family = DecoderFamily.of(
-    StableLM, StableLMConfig, "StableLmForCausalLM", "StableLmModel", gguf=STABLELM_GGUF
+STABLELM = StableLM.family = Family.of(
+    StableLM,
+    StableLMConfig,
+    "StableLmForCausalLM",
+    "StableLmModel",
+    names=Names(*DECODER),
+    gguf=STABLELM_GGUF,
 )

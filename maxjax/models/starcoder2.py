@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 from .config import setting
 from .decoder.block import DecoderLayer
 from .decoder.config import DecoderConfig, own
-from .decoder.model import Decoder, DecoderFamily
+from .decoder.model import Decoder
+from .family import Family
 from .gguf.architectures.starcoder import STARCODER2_GGUF
+from .names import DECODER, Names
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,6 @@ class Starcoder2(Decoder):
     layer_class: ClassVar[Any] = Starcoder2Layer
 
 
-STARCODER2 = Starcoder2.family = DecoderFamily.of(
-    Starcoder2, Starcoder2Config, gguf=STARCODER2_GGUF
+STARCODER2 = Starcoder2.family = Family.of(
+    Starcoder2, Starcoder2Config, names=Names(*DECODER), gguf=STARCODER2_GGUF
 )

@@ -21,13 +21,14 @@ from maxjax.models import (
     BertConfig,
     BertModel,
     DecoderConfig,
-    DecoderFamily,
+    Family,
     Llama,
     LlamaConfig,
     build,
     find_family,
 )
 from maxjax.models.bert import BERT
+from maxjax.models.names import Drop, Names
 from maxjax.models.parts import constant
 from maxjax.models.pooling import Pooling
 
@@ -211,7 +212,7 @@ def test_a_family_of_a_class_has_its_names_and_another_like_it_has_its_files():
         model_type = "mine"
         attention_bias: bool = constant(True)
 
-    family = DecoderFamily.of(Mine, MineConfig, ignored=("extra.*",))
+    family = Family.of(Mine, MineConfig, names=Names(Drop("extra.*")))
     assert family.architectures == ("MineForCausalLM", "MineModel")
     other = family.like(Llama, LlamaConfig, "Other", tied=("a", "b"))
     assert (other.model_type, other.architectures, other.tied) == ("llama", ("Other",), ("a", "b"))
@@ -220,7 +221,7 @@ def test_a_family_of_a_class_has_its_names_and_another_like_it_has_its_files():
     config = MineConfig.from_dict({**SIZES, "attention_bias": False})  # the file has no say
     assert config.attention_bias and type(family.make(config, (), DType.float32, None)) is Mine
     with pytest.raises(UserInputError, match="DecoderConfig has no model_type"):
-        DecoderFamily.of(Mine, DecoderConfig)
+        Family.of(Mine, DecoderConfig)
 
 
 # --- which family ---------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_a_registered_family_of_ones_own_writes_its_keys():
         "Own", [("depth", int, maxjax.models.config.setting("my_depth", default=4))],
         bases=(type(config),), namespace={"model_type": "own"}, frozen=True,
     )  # fmt: skip
-    family = maxjax.models.DecoderFamily.of(type("Own", (maxjax.models.Olmo2,), {}), mine)
+    family = maxjax.models.Family.of(type("Own", (maxjax.models.Olmo2,), {}), mine)
     model = type("Own", (maxjax.models.Olmo2,), {"family": family})(
         mine(96, 16, 24, num_hidden_layers=2, num_attention_heads=4, depth=7)
     )

@@ -1,19 +1,20 @@
-"""``MoEFamily``: a Family whose files may hold the experts of a layer as one tensor."""
+"""The former way to make a Family with experts: its keywords become rows of a table of names."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from typing import Any
 
+from ..family import Family
 from ..fused_experts import FusedExperts
 from ..names import PREDICTION, Row
 from .experts import MAPS_PROJ
 from .model import DecoderFamily
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Together:
-    """The names and layout of the tensors that hold all experts of a layer, as in :class:`FusedExperts`."""
+    """The tensors that hold all experts of a layer, as in :class:`FusedExperts`."""
 
     gate_up: tuple[str, ...] = FusedExperts.gate_up
     down: tuple[str, ...] = FusedExperts.down
@@ -23,29 +24,22 @@ class Together:
     written: bool = False
 
 
-@dataclass(frozen=True)
 class MoEFamily(DecoderFamily):
-    """A Family whose files may hold the experts of a layer as one tensor.
+    """A Family whose files may hold the experts of a layer as one tensor."""
 
-    Attributes:
-        experts, maps: ``expert`` and ``projections`` of :class:`FusedExperts`.
-        together: the tensors that hold all experts of a layer.
-    """
-
-    experts: str = "mlp.experts.#.*.weight"
-    maps: tuple[str, str, str] = MAPS_PROJ
-    together: Together = Together()
-
-    def rows(self) -> list[Row]:
-        """See :class:`Family`."""
-        form = dataclasses.asdict(self.together)
-        return [FusedExperts(self.experts, self.maps, **form), *super().rows()]
+    @classmethod
+    def of(
+        cls, model: Any, config: Any, *architectures: str, experts: str = FusedExperts.expert,
+        maps: Any = MAPS_PROJ, together: Together = Together(), **settings: Any,
+    ) -> Family:  # fmt: skip
+        """See :meth:`Family.of`."""
+        fused = FusedExperts(experts, maps, **dataclasses.asdict(together))
+        rows: tuple[Row, ...] = (*cls.first, fused)
+        table = type("Table", (DecoderFamily,), {"first": rows})
+        return table.of(model, config, *architectures, **settings)
 
 
-@dataclass(frozen=True)
 class PredictingFamily(MoEFamily):
     """A MoEFamily whose files may have layers of multi-token prediction, which maxjax leaves out."""
 
-    def rows(self) -> list[Row]:
-        """See :class:`Family`."""
-        return [PREDICTION, *super().rows()]
+    first = (PREDICTION,)

@@ -8,7 +8,6 @@ hidden size E, vocabulary size V.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +18,7 @@ from ...graph.device import DeviceRef
 from ...nn.embedding import Embedding
 from ...nn.layer import LayerList, LayerStack, Module
 from ..family import Family
-from ..names import MULTIMODAL, Row
+from ..names import MULTIMODAL, Drop, Headless, Names, Prefix, Rename, Row
 from ..parts.cache import LayerCache
 from ..parts.language_model import LanguageModel
 from .attention import Cached, Step
@@ -168,25 +167,24 @@ class Decoder(LanguageModel):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-@dataclasses.dataclass(frozen=True)
-class DecoderFamily(Family):
-    """A Family of decoders with the tensor names of Llama's files.
+class DecoderFamily:
+    """The former way to make a Family of decoders: its keywords become rows of a table of names."""
 
-    Files without the head may leave out "model.", and tables of RoPE frequencies are ignored.
+    first: tuple[Row, ...] = ()
 
-    Attributes:
-        sight: patterns of the tensors for images and audio (``multimodal.SIGHT``), for families that are
-            also text models of multimodal models. These tensors are ignored, and the prefixes of the
-            text model are replaced.
-    """
-
-    bare: tuple[str, tuple[str, ...]] = BARE
-    ignored: tuple[str, ...] = KNOWN
-    sight: tuple[str, ...] = ()
-
-    def rows(self) -> list[Row]:
-        """See :class:`Family`."""
-        return [*(MULTIMODAL if self.sight else ()), *super().rows()]
+    @classmethod
+    def of(
+        cls, model: Any, config: Any, *architectures: str, bare: Any = BARE, ignored: Any = KNOWN,
+        sight: Any = (), prefixes: Any = (), renamed: Any = (), heads: Any = (), beside: Any = (),
+        **settings: Any,
+    ) -> Family:  # fmt: skip
+        """See :meth:`Family.of`."""
+        names = Names(
+            *cls.first, *(MULTIMODAL if sight else ()), Prefix(dict.fromkeys(prefixes, "")),
+            Drop(*heads, head=True), Drop(*beside, kept=True), Drop(*ignored), Headless(*bare),
+            Rename(dict(renamed)),
+        )  # fmt: skip
+        return Family.of(model, config, *architectures, names=names, **settings)
 
 
 # The family of models that are made in code; no checkpoint names it.

@@ -270,9 +270,7 @@ def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Famil
         kind: class of the model with the head.
         architectures: names in ``config.json`` of models with this head; the class's name by default.
     """
-    own = ("classifier.*", "pre_classifier.*", "head.*")
-    heads = tuple(name for name in family.heads if name not in own)
     return dataclasses.replace(
-        family, architectures=architectures or (kind.__name__,), make=kind.of_checkpoint,
-        heads=heads, gguf=None,
+        family, architectures=architectures or (kind.__name__,), make=kind.of_checkpoint, gguf=None,
+        names=family.names.without("classifier.*", "pre_classifier.*", "head.*"),
     )  # fmt: skip

@@ -16,6 +16,7 @@ import maxjax
 from maxjax.errors import UnsupportedModelError, UserInputError
 from maxjax.models import Decoder, DecoderConfig, Llama, find_family, register, registry
 from maxjax.models.decoder.block import DecoderLayer
+from maxjax.models.names import Names
 from maxjax.models.parts.layer_loop import pattern
 from maxjax.models.parts.rotary import Rope, read_rope
 from maxjax.nn import LayerList, LayerStack
@@ -277,13 +278,13 @@ def test_a_family_of_ones_own():
     try:
         register(family)
         assert find_family({"architectures": ["Mine"]}) is family
-        again = dataclasses.replace(family, prefixes=("x.",))
+        again = dataclasses.replace(family, names=Names())
         assert find_family({"model_type": "mine"}) is family
         assert find_family({"model_type": "mine"}) is not register(again)
         assert find_family({"model_type": "mine"}) is again
         with pytest.raises(UserInputError, match="LlamaForCausalLM"):
             register(dataclasses.replace(family, architectures=("LlamaForCausalLM",)))
-        register(ours := dataclasses.replace(Llama.family, prefixes=("x.",)))
+        register(ours := dataclasses.replace(Llama.family, names=Names()))
         assert find_family({"architectures": ["LlamaForCausalLM"]}) is ours
     finally:
         registry.ENTRIES.clear()
