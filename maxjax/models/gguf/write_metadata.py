@@ -159,7 +159,7 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     size, table = model.config, table_of(model.architecture) or GGUFTable(model.architecture)
-    found = {**_sizes(size), table.epsilon[0]: _epsilon(size)}
+    found = {**_sizes(size), table.epsilon[0]: _epsilon(size, table.epsilon[1])}
     if not getattr(size, "is_causal", True):
         found["attention.causal"] = False
     if table.attends:
@@ -189,9 +189,9 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
     return found
 
 
-def _epsilon(config: Any) -> float:
-    """The number that norms add to the variance."""
-    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+def _epsilon(config: Any, key: str) -> float:
+    """The number that norms add to the variance, which files of the architecture have under a key."""
+    names = (key, "rms_norm_eps", "layer_norm_eps")
     return next(getattr(config, name) for name in names if hasattr(config, name))
 
 
@@ -287,7 +287,8 @@ def _check_windows(model: FamilyConfig, path: Any) -> None:
 
 def _plain(model: FamilyConfig) -> dict[str, Any]:
     """The settings of GPT-2 and of BERT, which have neither RoPE nor grouped-query attention."""
-    found = {**_sizes(model.config), "attention.layer_norm_epsilon": _epsilon(model.config)}
+    epsilon = _epsilon(model.config, "layer_norm_epsilon")
+    found = {**_sizes(model.config), "attention.layer_norm_epsilon": epsilon}
     return {**found, "attention.causal": False} if model.architecture == "bert" else found
 
 

@@ -9,13 +9,6 @@ from ..metadata import unsupported
 from ..names import Rule, expert_names
 from ..table import GGUFTable
 
-ERNIE45_GGUF = GGUFTable(
-    "ernie4_5",
-    fixed={"hidden_act": "silu"},
-    read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
-    biases=(),
-)
-
 
 def _to_gguf_moe(config: Any) -> dict[str, Any]:
     """Metadata that only this architecture has."""
