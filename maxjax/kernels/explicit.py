@@ -135,10 +135,11 @@ def automatic(f: Callable[..., Any], mesh: Any, wanted: Any) -> Callable[..., An
 
     Args:
         mesh: a mesh with Explicit axes, or None: then it is ``f`` itself.
-        wanted: entries for the axes of the result, or a list of such lists for a list of results.
+        wanted: entries for the axes of the result, or a list or tuple of such lists for a list or tuple of results.
     """
     if mesh is None:
         return f
     several = bool(wanted) and isinstance(wanted[0], list)
-    out = [sharding(mesh, w) for w in wanted] if several else sharding(mesh, wanted)
+    each = (sharding(mesh, w) for w in wanted) if several else ()
+    out = type(wanted)(each) if several else sharding(mesh, wanted)
     return jax.sharding.auto_axes(f, out_sharding=out)

@@ -403,9 +403,9 @@ class Gemma4MoE(Module):
         )  # fmt: skip
 
     def __call__(self, x: jax.Array, scored: jax.Array) -> jax.Array:
-        chosen, shares = route(self.router(scored), self.top_k, "softmax of chosen")  # [B, T, k]
-        scale = jnp.asarray(self.router.per_expert_scale).astype(jnp.float32)  # [X]
-        return self.experts(x, chosen, shares * scale[chosen])  # [B, T, E]
+        scores, factors = self.router(scored), jnp.asarray(self.router.per_expert_scale)
+        chosen, shares = route(scores, self.top_k, "softmax of chosen", factor=factors)  # [B, T, k]
+        return self.experts(x, chosen, shares)  # [B, T, E]
 
 
 class Gemma4Block(Module):

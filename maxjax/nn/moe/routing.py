@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +173,7 @@ def route(
     *,
     normalised: bool = False,
     bias: jax.Array | None = None,
-    factor: float = 1.0,
+    factor: Any = 1.0,
     groups: int = 1,
     top_groups: int = 1,
     best_of_group: int = 2,
@@ -189,7 +190,7 @@ def route(
         normalised: whether the shares of a token are divided by their sum.
         bias: numbers ``[X]`` that are added to the softmax or sigmoid for the choice only, not for the shares;
             they balance how often experts are chosen (DeepSeek-V3, arXiv:2412.19437).
-        factor: factor of all shares, applied last.
+        factor: factor of all shares, a number, or factors ``[X]`` of the experts' shares; applied last.
         groups, top_groups: number of equal groups of consecutive experts, and number of groups from which a
             token chooses its experts.
         best_of_group: number of a group's highest scores whose sum is the score of the group.
@@ -206,14 +207,21 @@ def route(
         >>> chosen.tolist(), [f"{share:.3f}" for share in shares[0]]
         ([[2, 1]], ['0.731', '0.269'])
     """
+    of_experts = None if isinstance(factor, (int, float)) else jnp.asarray(factor)
     routing = Routing(
-        top_k, shares, normalised=normalised, least=least, more=more, factor=factor, groups=groups,
+        top_k, shares, normalised=normalised, least=least, more=more, groups=groups,
+        factor=factor if of_experts is None else 1.0,
         chosen_groups=top_groups, best_of_group=best_of_group,
     )  # fmt: skip
+
+    def choose(scores: jax.Array, bias: Any, factors: Any) -> tuple[jax.Array, jax.Array]:
+        chosen, found = routing(scores, bias)
+        return chosen, found if factors is None else found * factors.astype(found.dtype)[chosen]
+
     mesh, place = explicit.mesh_of(scores), explicit.entries(scores)
-    run = explicit.automatic(routing, mesh, [[*place[:-1], ()]] * 2)
-    chosen, found = run(scores.astype(jnp.float32), None if bias is None else jnp.asarray(bias))
-    return chosen, found
+    run = explicit.automatic(choose, mesh, ([*place[:-1], ()],) * 2)
+    bias = None if bias is None else jnp.asarray(bias)
+    return run(scores.astype(jnp.float32), bias, of_experts)
 
 
 def check_experts(
