@@ -105,8 +105,8 @@ from .jina import JinaV3ForSequenceClassification as JinaV3ForSequenceClassifica
 from .jina import JinaV3Model as JinaV3Model
 from .lfm2 import LFM2 as LFM2
 from .lfm2 import LFM2Config as LFM2Config
-from .lfm2_moe import LFM2MoE as LFM2MoE
-from .lfm2_moe import LFM2MoEConfig as LFM2MoEConfig
+from .lfm2 import LFM2MoE as LFM2MoE
+from .lfm2 import LFM2MoEConfig as LFM2MoEConfig
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
 from .llama import Mistral as Mistral

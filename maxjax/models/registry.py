@@ -207,7 +207,7 @@ ENTRIES: dict[str, Entry] = {
         "Glm4MoeLiteForCausalLM Glm4MoeLiteModel",
         "deepseek2",
     ),
-    "lfm2_moe.LFM2MoE": Entry("lfm2_moe", "Lfm2MoeForCausalLM Lfm2MoeModel", "lfm2moe"),
+    "lfm2.LFM2MoE": Entry("lfm2_moe", "Lfm2MoeForCausalLM Lfm2MoeModel", "lfm2moe"),
     "phimoe.PhiMoE": Entry("phimoe", "PhimoeForCausalLM PhiMoEForCausalLM PhimoeModel"),
     "helium.Helium": Entry("helium", "HeliumForCausalLM HeliumModel"),
     "modernbert.ModernBertModel": Entry(

@@ -25,7 +25,7 @@ from maxjax.models.gpt_neo import GPTNeoConfig
 from maxjax.models.gptj import GPTJConfig
 from maxjax.models.gte import GteConfig
 from maxjax.models.hunyuan_moe import HunyuanMoEConfig
-from maxjax.models.lfm2_moe import LFM2MoEConfig
+from maxjax.models.lfm2 import LFM2MoEConfig
 from maxjax.models.llama import LlamaConfig, MistralConfig, SeedOSSConfig
 from maxjax.models.minimax_m2 import MiniMaxM2Config
 from maxjax.models.ministral3 import Ministral3Config
