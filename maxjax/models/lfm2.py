@@ -194,7 +194,7 @@ class LFM2MoEConfig(LFM2Config):
     num_experts: int = size(32, aliases=("num_local_experts",))
     num_experts_per_tok: int = size(4)
     moe_intermediate_size: int = size(1792)
-    num_dense_layers: int = config_field(0)
+    num_dense_layers: int = config_field(2, maximum=1000)
     norm_topk_prob: bool = True
     use_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
@@ -211,7 +211,7 @@ class LFM2MoEConfig(LFM2Config):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
         """Read the settings of a file; the size of the MLPs is not adjusted."""
-        raw = with_defaults(raw, {"num_dense_layers": 2, "intermediate_size": 7168})
+        raw = with_defaults(raw, {"intermediate_size": 7168})
         return super().from_hf(raw.replaced({"block_auto_adjust_ff_dim": False}), **values)
 
     def to_hf(self) -> dict[str, Any]:
@@ -393,9 +393,9 @@ class LFM2MoE(LFM2):
     """An LFM2 language model with experts (8B-A1B).
 
     Example:
-        >>> config = LFM2MoEConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, num_experts=8)
-        >>> [name for name in LFM2MoE(config).raw_state_dict() if "1.feed_forward.expert_bias" in name]
-        ['model.layers.1.feed_forward.expert_bias']
+        >>> config = LFM2MoEConfig(100, 8, 16, num_hidden_layers=3, num_attention_heads=2, num_experts=8)
+        >>> [name for name in LFM2MoE(config).raw_state_dict() if "feed_forward.expert_bias" in name]
+        ['model.layers.2.feed_forward.expert_bias']
     """
 
 
@@ -455,7 +455,7 @@ LFM2_MOE_GGUF = replace(
 )  # fmt: skip
 
 _HEADLESS = Headless("model.", ("embed_tokens.", "layers.", "embedding_norm."))
-LFM2.family = Family.of(
+LFM2_FAMILY = LFM2.family = Family.of(
     LFM2,
     LFM2Config,
     "Lfm2ForCausalLM",
@@ -463,7 +463,7 @@ LFM2.family = Family.of(
     names=Names(*MULTIMODAL, ROPE_TABLES, _HEADLESS),
     gguf=LFM2_GGUF,
 )
-LFM2MoE.family = Family.of(
+LFM2_MOE = LFM2MoE.family = Family.of(
     LFM2MoE,
     LFM2MoEConfig,
     "Lfm2MoeForCausalLM",
