@@ -138,7 +138,7 @@ class ModelConfig:
         fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("own")]
         found = {field.metadata.get("key") or field.name: field.default for field in fields}
         found.pop("rope_parameters", None)
-        given = {key: d for key, d in found.items() if d not in (None, dataclasses.MISSING)}
+        given = {key: d for key, d in found.items() if d not in (None, (), dataclasses.MISSING)}
         return {**given, **cls.unsaid}
 
     @classmethod

@@ -77,8 +77,8 @@ class MixtralConfig(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
-    head_dim: int | None = size(default=None)
+    num_key_value_heads: int = size(default=None)
+    head_dim: int = size(default=None)
     hidden_act: str = "silu"
     max_position_embeddings: int = config_field(131_072, minimum=1)
     rms_norm_eps: float = 1e-5
@@ -97,7 +97,7 @@ class MixtralConfig(LanguageModelConfig):
 class MixtralAttention(Module):
     """Attention with rotary positions, in which H/K query heads share a key-value head (arXiv:2305.13245)."""
 
-    def __init__(self, config: Any, layer: int, dtype: DType):
+    def __init__(self, config: MixtralConfig, layer: int, dtype: DType):
         super().__init__()
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         E, window = config.hidden_size, config.window(layer)
@@ -126,7 +126,7 @@ class MixtralAttention(Module):
 class MixtralSparseMLP(Module):
     """The mixture of experts: ``Σ share · expert(x)`` over the k experts with the highest scores."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: MixtralConfig, dtype: DType):
         super().__init__()
         E, F, X = config.hidden_size, config.intermediate_size, config.num_local_experts
         self.top_k = config.num_experts_per_tok
@@ -146,11 +146,12 @@ class MixtralSparseMLP(Module):
 class MixtralBlock(Module):
     """One layer: attention, then the mixture of experts, each added to the hidden states."""
 
-    def __init__(self, config: Any, layer: int, dtype: DType):
+    def __init__(self, config: MixtralConfig, layer: int, dtype: DType):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.self_attn = MixtralAttention(config, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.block_sparse_moe = MixtralSparseMLP(config, dtype)
 
     def __call__(
@@ -164,14 +165,15 @@ class MixtralBlock(Module):
 class MixtralModel(Module):
     """The model without its head: ``model`` in the files."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: MixtralConfig, dtype: DType):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers: Any = LayerList(
+        self.layers = LayerList(
             MixtralBlock(config, layer, dtype) for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.norm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
 
     def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         x = self.embed_tokens(ids).astype(self.dtype.np)  # [B, T, E]
@@ -195,7 +197,7 @@ class Mixtral(LanguageModel):
         'model.layers.1.block_sparse_moe.experts.7.w1.weight'
     """
 
-    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+    def __init__(self, config: MixtralConfig, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__(config, dtype)
         self.model = MixtralModel(config, self.dtype)
         self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)

@@ -78,8 +78,8 @@ class OLMoEConfig(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
-    head_dim: int | None = size(default=None)
+    num_key_value_heads: int = size(default=None)
+    head_dim: int = size(default=None)
     hidden_act: str = "silu"
     max_position_embeddings: int = config_field(4096, minimum=1)
     rms_norm_eps: float = 1e-5
@@ -95,7 +95,7 @@ class OLMoEConfig(LanguageModelConfig):
 class OLMoEAttention(Module):
     """Attention with rotary positions; queries and keys are normalised over all heads, and all three clipped."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: OLMoEConfig, dtype: DType):
         super().__init__()
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         E, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
@@ -105,8 +105,8 @@ class OLMoEAttention(Module):
         self.k_proj = Linear(E, K * D, dtype, has_bias=bias)
         self.v_proj = Linear(E, K * D, dtype, has_bias=bias)
         self.o_proj = Linear(H * D, E, dtype, has_bias=bias)
-        self.q_norm = RMSNorm(H * D, dtype, eps)
-        self.k_norm = RMSNorm(K * D, dtype, eps)
+        self.q_norm = RMSNorm(H * D, dtype, eps, multiply_before_cast=False)
+        self.k_norm = RMSNorm(K * D, dtype, eps, multiply_before_cast=False)
 
     def __call__(
         self, x: jax.Array, cache: LayerCache, angles: Angles
@@ -129,7 +129,7 @@ class OLMoEAttention(Module):
 class OLMoESparseMLP(Module):
     """The mixture of experts: ``Σ share · expert(x)`` over the k experts with the highest scores."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: OLMoEConfig, dtype: DType):
         super().__init__()
         E, F, X = config.hidden_size, config.intermediate_size, config.num_experts
         self.top_k = config.num_experts_per_tok
@@ -150,11 +150,12 @@ class OLMoESparseMLP(Module):
 class OLMoEBlock(Module):
     """One layer: attention, then the mixture of experts, each added to the hidden states."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: OLMoEConfig, dtype: DType):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.self_attn = OLMoEAttention(config, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.mlp = OLMoESparseMLP(config, dtype)
 
     def __call__(
@@ -168,14 +169,13 @@ class OLMoEBlock(Module):
 class OLMoEModel(Module):
     """The model without its head: ``model`` in the files."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: OLMoEConfig, dtype: DType):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers: Any = LayerList(
-            OLMoEBlock(config, dtype) for _ in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        self.layers = LayerList(OLMoEBlock(config, dtype) for _ in range(config.num_hidden_layers))
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.norm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
 
     def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         x = self.embed_tokens(ids).astype(self.dtype.np)  # [B, T, E]
@@ -199,7 +199,7 @@ class OLMoE(LanguageModel):
         [Dim(8)]
     """
 
-    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+    def __init__(self, config: OLMoEConfig, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__(config, dtype)
         self.model = OLMoEModel(config, self.dtype)
         self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)

@@ -91,8 +91,8 @@ class Qwen2MoEConfig(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
-    head_dim: int | None = size(default=None)
+    num_key_value_heads: int = size(default=None)
+    head_dim: int = size(default=None)
     hidden_act: str = "silu"
     max_position_embeddings: int = config_field(32_768, minimum=1)
     rms_norm_eps: float = 1e-6
@@ -153,7 +153,7 @@ class Qwen2MoEConfig(LanguageModelConfig):
 class Qwen2MoEAttention(Module):
     """Attention with rotary positions, in which H/K query heads share a key-value head (arXiv:2305.13245)."""
 
-    def __init__(self, config: Any, layer: int, dtype: DType):
+    def __init__(self, config: Qwen2MoEConfig, layer: int, dtype: DType):
         super().__init__()
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         E, bias, window = config.hidden_size, config.qkv_bias, config.window(layer)
@@ -182,7 +182,7 @@ class Qwen2MoEAttention(Module):
 class Qwen2MoEMLP(Module):
     """The gated MLP, SwiGLU (arXiv:2002.05202), with F inner features: of a layer, or the shared expert."""
 
-    def __init__(self, config: Any, F: int, dtype: DType):
+    def __init__(self, config: Qwen2MoEConfig, F: int, dtype: DType):
         super().__init__()
         E = config.hidden_size
         self.act = config.hidden_act
@@ -202,7 +202,7 @@ class Qwen2MoEMLP(Module):
 class Qwen2MoESparseMLP(Module):
     """The mixture of experts: ``Σ share · expert(x)`` over the k best experts, and the gated shared expert."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: Qwen2MoEConfig, dtype: DType):
         super().__init__()
         E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
         self.top_k = config.num_experts_per_tok
@@ -227,11 +227,12 @@ class Qwen2MoESparseMLP(Module):
 class Qwen2MoEBlock(Module):
     """One layer: attention, then the MLP or the mixture of experts, each added to the hidden states."""
 
-    def __init__(self, config: Any, layer: int, dtype: DType):
+    def __init__(self, config: Qwen2MoEConfig, layer: int, dtype: DType):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.self_attn = Qwen2MoEAttention(config, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         if config.is_sparse(layer):
             self.mlp: Any = Qwen2MoESparseMLP(config, dtype)
         else:
@@ -248,14 +249,15 @@ class Qwen2MoEBlock(Module):
 class Qwen2MoEModel(Module):
     """The model without its head: ``model`` in the files."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: Qwen2MoEConfig, dtype: DType):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers: Any = LayerList(
+        self.layers = LayerList(
             Qwen2MoEBlock(config, layer, dtype) for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.norm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
 
     def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         x = self.embed_tokens(ids).astype(self.dtype.np)  # [B, T, E]
@@ -280,7 +282,7 @@ class Qwen2MoE(LanguageModel):
         ['model.layers.0.mlp.shared_expert_gate.weight']
     """
 
-    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+    def __init__(self, config: Qwen2MoEConfig, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__(config, dtype)
         self.model = Qwen2MoEModel(config, self.dtype)
         self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)

@@ -88,8 +88,8 @@ class Qwen3Config(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
-    head_dim: int | None = size(default=128)
+    num_key_value_heads: int = size(default=None)
+    head_dim: int = size(default=128)
     hidden_act: str = "silu"
     max_position_embeddings: int = config_field(32_768, minimum=1)
     rms_norm_eps: float = 1e-6
@@ -133,8 +133,8 @@ class Qwen3MoEConfig(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
-    head_dim: int | None = size(default=None)
+    num_key_value_heads: int = size(default=None)
+    head_dim: int = size(default=None)
     hidden_act: str = "silu"
     max_position_embeddings: int = config_field(32_768, minimum=1)
     rms_norm_eps: float = 1e-6
@@ -182,7 +182,7 @@ class Qwen3MoEConfig(LanguageModelConfig):
 class Qwen3Attention(Module):
     """Attention with rotary positions and normalised queries and keys; H/K query heads share a key-value head."""
 
-    def __init__(self, config: Any, layer: int, dtype: DType):
+    def __init__(self, config: Qwen3Config | Qwen3MoEConfig, layer: int, dtype: DType):
         super().__init__()
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         E, bias, window = config.hidden_size, config.attention_bias, config.window(layer)
@@ -194,8 +194,8 @@ class Qwen3Attention(Module):
         self.k_proj = Linear(E, K * D, dtype, has_bias=bias)
         self.v_proj = Linear(E, K * D, dtype, has_bias=bias)
         self.o_proj = Linear(H * D, E, dtype, has_bias=bias)
-        self.q_norm = RMSNorm(D, dtype, config.rms_norm_eps)
-        self.k_norm = RMSNorm(D, dtype, config.rms_norm_eps)
+        self.q_norm = RMSNorm(D, dtype, config.rms_norm_eps, multiply_before_cast=False)
+        self.k_norm = RMSNorm(D, dtype, config.rms_norm_eps, multiply_before_cast=False)
 
     def __call__(
         self, x: jax.Array, cache: LayerCache, angles: Angles
@@ -215,7 +215,7 @@ class Qwen3Attention(Module):
 class Qwen3MLP(Module):
     """The gated MLP, SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: Qwen3Config | Qwen3MoEConfig, dtype: DType):
         super().__init__()
         E, F = config.hidden_size, config.intermediate_size
         self.act = config.hidden_act
@@ -235,7 +235,7 @@ class Qwen3MLP(Module):
 class Qwen3SparseMLP(Module):
     """The mixture of experts: ``Σ share · expert(x)`` over the k experts with the highest scores."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: Qwen3MoEConfig, dtype: DType):
         super().__init__()
         E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
         self.top_k = config.num_experts_per_tok
@@ -256,13 +256,16 @@ class Qwen3SparseMLP(Module):
 class Qwen3Block(Module):
     """One layer: attention, then the MLP or the mixture of experts, each added to the hidden states."""
 
-    def __init__(self, config: Any, layer: int, dtype: DType):
+    def __init__(self, config: Qwen3Config | Qwen3MoEConfig, layer: int, dtype: DType):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.self_attn = Qwen3Attention(config, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
-        is_sparse = config.is_sparse(layer)
-        self.mlp = Qwen3SparseMLP(config, dtype) if is_sparse else Qwen3MLP(config, dtype)
+        self.post_attention_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
+        if isinstance(config, Qwen3MoEConfig) and config.is_sparse(layer):
+            self.mlp = Qwen3SparseMLP(config, dtype)
+        else:
+            self.mlp = Qwen3MLP(config, dtype)
 
     def __call__(
         self, x: jax.Array, cache: LayerCache, angles: Angles
@@ -275,14 +278,15 @@ class Qwen3Block(Module):
 class Qwen3Model(Module):
     """The model without its head: ``model`` in the files."""
 
-    def __init__(self, config: Any, dtype: DType):
+    def __init__(self, config: Qwen3Config | Qwen3MoEConfig, dtype: DType):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers: Any = LayerList(
+        self.layers = LayerList(
             Qwen3Block(config, layer, dtype) for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, dtype, config.rms_norm_eps)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.norm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
 
     def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         x = self.embed_tokens(ids).astype(self.dtype.np)  # [B, T, E]
@@ -306,7 +310,13 @@ class Qwen3(LanguageModel):
         ['model.layers.1.self_attn.q_proj.weight', 'model.layers.1.self_attn.q_norm.weight']
     """
 
-    def __init__(self, config: Any, dtype: Any = DType.float32, *, stacked: bool = True):
+    def __init__(
+        self,
+        config: Qwen3Config | Qwen3MoEConfig,
+        dtype: Any = DType.float32,
+        *,
+        stacked: bool = True,
+    ):
         super().__init__(config, dtype)
         self.model = Qwen3Model(config, self.dtype)
         self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)
