@@ -291,6 +291,24 @@ class Names:
             found[name], origin[name] = value, tensor
         return found
 
+    def written_name(self, tensor: str) -> str | None:
+        """The name that files of today have for a name in any file; None if the tensor is dropped.
+
+        Example:
+            >>> Names(*MULTIMODAL).written_name("language_model.model.norm.weight")
+            'model.norm.weight'
+        """
+        name = self.model_name(tensor)
+        return None if name is None else self.file_names(name)[0]
+
+    def canonical(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a file by the names that files of today have, with one for each weight.
+
+        Raises:
+            CheckpointFormatError: as for :meth:`read`.
+        """
+        return {self.file_names(name)[0]: value for name, value in self.read(tensors).items()}
+
     def fuse(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The inverse of :meth:`split`."""
         for row in reversed(self.rows):

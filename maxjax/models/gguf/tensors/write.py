@@ -17,7 +17,7 @@ from ....errors import CheckpointFormatError, CheckpointMismatchError, some
 from ....graph.weights import WeightData
 from ....graph.weights.same import same_values
 from ....storage.boxes import whole
-from ...multimodal import text_tensors
+from ...find import find_family
 from ..config.families import FamilyConfig, read_config
 from ..layouts import Grouped, Layout, Permuted, Plus, Same, Transposed
 from ..names import (
@@ -39,25 +39,13 @@ from ..table import GGUFTable
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
-# Old suffixes and today's; then, for architectures whose tables have the names of the model without its head,
-# the prefix that its files with a head have.
-_RENAMED = {"bert": ((".gamma", ".weight"), (".beta", ".bias"))}
-_PREFIX = {
-    "bert": "bert.",
-    "nomic-bert": "bert.",
-    "jina-bert-v3": "roberta.",
-    "modern-bert": "model.",
-}
-# Tensors that are computed from the configuration, not learned.
-_BUFFERS = re.compile(r".*\.inv_freq|.*position_ids|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 # The number of a layer or of an expert in a name.
 _NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])")
-# Learned weights that llama.cpp does not use.
-_HEADS = {
-    "bert": re.compile(r"(bert\.)?pooler\..*|cls\..*"),
-    "nomic-bert": re.compile(r"cls\..*"),
-    "jina-bert-v3": re.compile(r"(roberta\.)?pooler\..*|lm_head\..*"),
-    "modern-bert": re.compile(r"head\..*|decoder\..*|classifier\..*"),
+# Learned weights of the model that llama.cpp does not use.
+_UNUSED = {
+    "bert": re.compile(r"pooler\..*"),
+    "jina-bert-v3": re.compile(r"pooler\..*"),
+    "modern-bert": re.compile(r"head\..*|classifier\..*"),
 }
 
 
@@ -119,9 +107,12 @@ def gguf_tensors(
         maxjax.errors.CheckpointMismatchError: tensors of layers 0 to 0 are missing. Check
         that the weights and the configuration belong to the same model.
     """
-    tensors = text_tensors(config, tensors)
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
+    names = find_family(config, path=path).names
+    spelled = {names.written_name(name): name for name in tensors}
+    left_out = [name for name in tensors if names.model_name(name) is None]
+    tensors = names.canonical(tensors)
     own = model.table
     if own is not None and own.split is not None:
         tensors = own.split(model.config, tensors)
@@ -130,23 +121,19 @@ def gguf_tensors(
         tensors, metadata, narrow = _listed(own, model, tensors, path)
     known = _known(architecture)
     places: dict[str, FilePlace] = {}
-    left_out, unknown = [], []
+    unknown = []
     table = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
-    embedding = next(
-        (data for name, data in tensors.items() if _canonical(architecture, name) == table), None
-    )
-    heads = _HEADS.get(architecture)
+    embedding = tensors.get(table)
+    unused = _UNUSED.get(architecture)
     for name, data in tensors.items():
-        clean = _canonical(architecture, name)
-        is_tied = tied and clean == "lm_head.weight"
-        if is_tied and embedding is None:
-            clean = table  # a file may hold either of the two
-        is_head = heads is not None and heads.fullmatch(name)
+        is_tied = tied and name == "lm_head.weight"
+        # A file may hold either of the two.
+        place = _place(known, table if is_tied and embedding is None else name, model)
         is_copy = is_tied and embedding is not None and same_values(data, embedding)
-        if _BUFFERS.fullmatch(name) or is_head or is_copy:
-            left_out.append(name)
-        elif (place := _place(known, clean, model)) is None:
-            unknown.append(name)
+        if is_copy or (unused is not None and unused.fullmatch(name)):
+            left_out.append(spelled.get(name, name))
+        elif place is None:
+            unknown.append(spelled.get(name, name))
         else:
             places[name] = place
     if unknown:
@@ -162,7 +149,7 @@ def gguf_tensors(
     for name, place in places.items():
         exact = None if place.layout.keeps_values else _rounded(tensors[name], place.layout)
         if exact is not None:
-            metadata[EXACT_KEY + _canonical(architecture, name)] = exact
+            metadata[EXACT_KEY + name] = exact
     return GGUFTensors(found, metadata, tuple(left_out))
 
 
@@ -178,12 +165,14 @@ def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Fi
     """
     model = read_config(config)
     known = _known(model.architecture)
-    text = text_tensors(config, {name: name for name in names})
-    places = {
-        name: _place(known, _canonical(model.architecture, inner), model)
-        for inner, name in text.items()
-    }
-    return {name: place for name, place in places.items() if place is not None}
+    table = find_family(config).names
+    places = {}
+    for name in names:
+        written = table.written_name(name)
+        place = None if written is None else _place(known, written, model)
+        if place is not None:
+            places[name] = place
+    return places
 
 
 def gguf_shapes(
@@ -237,15 +226,14 @@ def _listed(
     table: GGUFTable, model: FamilyConfig, tensors: Mapping[str, WeightData], path: Any
 ) -> tuple[dict[str, WeightData], dict[str, Any], list[str]]:
     """Moves the tensors of a single number to metadata: (other tensors, lists by key, dtypes of narrower ones)."""
-    by_name = {_canonical(table.architecture, name): name for name in tensors}
     rest, lists, narrow = dict(tensors), {}, []
     for key, (part, shape) in table.numbers.items():
         lists[key] = []
         for layer in range(model.config.num_hidden_layers):
             name = table.layer.replace("*", str(layer)) + part
-            if name not in by_name:
+            if name not in tensors:
                 raise CheckpointMismatchError(f"tensor '{name}' is missing", path=path)
-            data = rest.pop(by_name[name])
+            data = rest.pop(name)
             if (found := tuple(map(int, data.logical_shape))) != shape:
                 raise CheckpointFormatError(
                     "not one number", path=path, tensor=name, expected=shape, found=found
@@ -268,22 +256,6 @@ def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
                 suffix = "" if rule.only == BARE else rule.only
                 found[rule.name] = (order, f"{key}.{suffix}" if rule.only else key, rule.layout)
     return found
-
-
-def _canonical(architecture: str, name: str) -> str:
-    """A tensor's name as it is spelled in the tables."""
-    for old, new in _RENAMED.get(architecture, ()):
-        name = name.removesuffix(old) + new if name.endswith(old) else name
-    if architecture in _PREFIX:
-        return name.removeprefix(_PREFIX[architecture])
-    table = ARCHITECTURES[architecture]
-    front = table["token_embd"][0].name.partition(".")[0] + "."
-    if name.startswith(front):
-        return name
-    # Checkpoints of a model without its head leave out the prefix.
-    names = (rule.name for rules in table.values() for rule in rules)
-    first = {one.removeprefix(front).partition(".")[0] for one in names if one.startswith(front)}
-    return front + name if name.partition(".")[0] in first else name
 
 
 def _place(
@@ -381,7 +353,7 @@ def _file_tensors(
             kind = next((code for code, dtype in NARROW.items() if dtype is data.dtype), None)
             if kind and is_wide(new, tuple(map(int, data.shape))):
                 # Listed under the name that hf_tensors will use.
-                widened.append(f"{_canonical(model.architecture, name)}={kind}")
+                widened.append(f"{name}={kind}")
                 data = data.astype(DType.float32)
             each.append(data)
         if places[names[0]].expert >= 0:
