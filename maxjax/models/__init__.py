@@ -32,6 +32,7 @@ if _TYPE_CHECKING:
     from .registry import all_families as all_families
     from .registry import families as families
     from .registry import register as register
+    from .registry import source_of as source_of
     from .ties import is_tied as is_tied
     from .ties import with_tie as with_tie
     from .weights import main_dtype as main_dtype
@@ -50,7 +51,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "find": "find_family",
         "gguf.table": "GGUFTable",
         "parts.language_model": "LanguageModel",
-        "registry": "FamilyNames all_families families register",
+        "registry": "FamilyNames all_families families register source_of",
         "ties": "is_tied with_tie",
         "weights": "main_dtype",
     },

@@ -173,6 +173,7 @@ from .registry import FamilyNames as FamilyNames
 from .registry import all_families as all_families
 from .registry import families as families
 from .registry import register as register
+from .registry import source_of as source_of
 from .roberta import RobertaConfig as RobertaConfig
 from .roberta import RobertaForSequenceClassification as RobertaForSequenceClassification
 from .roberta import RobertaModel as RobertaModel

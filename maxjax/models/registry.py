@@ -6,8 +6,10 @@ opening a Llama imports ``llama`` and no other family. :func:`register` adds a m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import UserInputError
@@ -311,6 +313,30 @@ def register(model: M) -> M:
     names = " ".join(family.architectures)
     ENTRIES[family.model_type] = Entry(family.model_type, names, gguf, family)
     return model
+
+
+def source_of(model_type: str) -> str:
+    """Return the text of the file of an architecture, with absolute imports: saved anywhere, it is the same model.
+
+    Args:
+        model_type: ``model_type`` in the model's ``config.json``.
+
+    Raises:
+        UserInputError: maxjax has no file for the model type.
+
+    Example:
+        >>> "class LlamaAttention(Module):" in source_of("llama")
+        True
+    """
+    keys = [key for key, one in _BUILT_IN if one.model_type == model_type]
+    if not keys:
+        raise UserInputError(
+            f"no architecture of maxjax has the model type {model_type[:80]!r}: "
+            "maxjax.models.families() lists them"
+        )
+    text = (Path(__file__).parent / f"{keys[0].partition('.')[0]}.py").read_text()
+    text = re.sub(r"^from \.\.(?=\w)", "from maxjax.", text, flags=re.MULTILINE)
+    return re.sub(r"^from \.(?=\w)", "from maxjax.models.", text, flags=re.MULTILINE)
 
 
 def all_families() -> list[Family]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.models import all_families, register, registry
+from maxjax.models import all_families, register, registry, source_of
 from tests.models.copied_edits import EDITS
 from tests.models.families.cases import every
 
@@ -23,13 +23,6 @@ CASES = {case.family: case for case in reversed(every())}
 FILES = {one.model_type: sys.modules[one.config.__module__].__file__ for one in all_families()}
 # Architectures that are one file; the model types that the tests load with their copies.
 COPIED = sorted(kind for kind in CASES if Path(FILES[kind]).stem in EDITS)
-
-
-def text_of(kind):
-    """The text of the file of a model type, with absolute imports."""
-    text = Path(FILES[kind]).read_text()
-    text = re.sub(r"^from \.\.(\w)", r"from maxjax.\1", text, flags=re.M)
-    return re.sub(r"^from \.(\w)", r"from maxjax.models.\1", text, flags=re.M)
 
 
 def imported(text, directory, name):
@@ -71,7 +64,7 @@ def logits(model):
 def test_a_copy_outside_of_the_package_is_the_same_model(kind, tmp_path, registered):
     CASES[kind].model(tmp_path / "hf")
     expected = logits(maxjax.load(tmp_path / "hf")[0])
-    text = text_of(kind)
+    text = source_of(kind)
     private = [line for line in re.findall(r"^from maxjax.*", text, flags=re.M) if " _" in line]
     assert not private
     register(copy_of(kind, text, tmp_path, f"copy_of_{kind}"))
@@ -94,7 +87,7 @@ def test_a_copy_outside_of_the_package_is_the_same_model(kind, tmp_path, registe
 def test_an_edit_of_one_line_changes_the_logits(kind, old, new, tmp_path, registered):
     CASES[kind].model(tmp_path / "hf")
     expected = logits(maxjax.load(tmp_path / "hf")[0])
-    text = text_of(kind)
+    text = source_of(kind)
     assert text.count(old) == 1, f"{text.count(old)} lines have {old!r}"
     name = f"edited_{kind}_{abs(hash((old, new)))}"
     register(copy_of(kind, text.replace(old, new), tmp_path, name))
