@@ -76,9 +76,9 @@ class FamilyConfig:
         config, count = self.config, self.config.num_hidden_layers
         if hasattr(config, "layer_kinds"):
             return config.layer_kinds
-        if hasattr(config, "is_sparse"):
-            return [config.is_sparse(i) for i in range(count)]
-        return getattr(config, "sparse", (False,) * count)
+        if hasattr(config, "sparse"):
+            return config.sparse
+        return [hasattr(config, "is_sparse") and config.is_sparse(i) for i in range(count)]
 
     @property
     def kv_heads(self) -> int:
