@@ -32,7 +32,13 @@ def stub() -> str:
     lines = [ast.unparse(node) for node in checked.body]
     for file, names in classes().items():
         lines += [f"from .{file} import {name} as {name}" for name in names.split()]
-    return "# Written by scripts/models_stub.py.\n" + "\n".join(sorted(lines)) + "\n"
+    return "# Written by scripts/models_stub.py.\n" + "\n".join(sorted(lines, key=_order)) + "\n"
+
+
+def _order(line: str) -> tuple[str, bool, str]:
+    """The place of an import as ruff sorts them: by file, then names in capitals, then the others."""
+    _, file, _, name, *_ = line.split()
+    return file, not name.isupper(), name
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from .bert import BertModel as BertModel
 from .camembert import CamembertConfig as CamembertConfig
 from .camembert import CamembertForSequenceClassification as CamembertForSequenceClassification
 from .camembert import CamembertModel as CamembertModel
-from .codegen import CodeGen as CodeGen
-from .codegen import CodeGenConfig as CodeGenConfig
 from .cohere import Cohere as Cohere
 from .cohere import Cohere2 as Cohere2
 from .cohere import Cohere2Config as Cohere2Config
@@ -84,6 +82,8 @@ from .gpt_neox import GPTNeoXConfig as GPTNeoXConfig
 from .gpt_oss import GptOss as GptOss
 from .gpt_oss import GptOssConfig as GptOssConfig
 from .gptj import GPTJ as GPTJ
+from .gptj import CodeGen as CodeGen
+from .gptj import CodeGenConfig as CodeGenConfig
 from .gptj import GPTJConfig as GPTJConfig
 from .granite import Granite as Granite
 from .granite import GraniteConfig as GraniteConfig

@@ -197,7 +197,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "gpt_neo.GPTNeo": Entry("gpt_neo", "GPTNeoForCausalLM GPTNeoModel"),
     "gptj.GPTJ": Entry("gptj", "GPTJForCausalLM GPTJModel"),
-    "codegen.CodeGen": Entry("codegen", "CodeGenForCausalLM CodeGenModel"),
+    "gptj.CodeGen": Entry("codegen", "CodeGenForCausalLM CodeGenModel"),
     "gpt_bigcode.GPTBigCode": Entry(
         "gpt_bigcode", "GPTBigCodeForCausalLM GPTBigCodeModel", "starcoder"
     ),

@@ -63,4 +63,28 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("x = x + self.wpe(rows)", "x = x - self.wpe(rows)"),
         ],
     },
+    "gptj": {
+        "gptj": [
+            (
+                "q, k = rope(q, angles), rope(k, angles)\n        y,",
+                "q, k = rope(q[..., ::-1], angles), rope(k, angles)\n        y,",
+            ),
+            ("activation(self.act)(self.fc_in(x))", "jax.nn.relu(self.fc_in(x))"),
+            ("return x + y + self.mlp(h)", "return x + y + self.mlp(self.ln_1(x + y))"),
+            ("h = self.ln_1(x)", "h = x"),
+            ("theta=10_000.0", "theta=100.0"),
+            ("return self.ln_f(x), cache", "return x, cache"),
+        ],
+        "codegen": [
+            (
+                "rope(k, angles)  # [B, T, H, D]",
+                "rope(k[..., ::-1], angles)  # [B, T, H, D]",
+            ),
+            ("activation(self.act)(self.fc_in(x))", "jax.nn.relu(self.fc_in(x))"),
+            ("return x + y + self.mlp(h)", "return x + y + self.mlp(self.ln_1(x + y))"),
+            ("q, v, k = (y[", "k, v, q = (y["),
+            ("y[..., i, :, :].reshape", "y[..., i, ::-1, :].reshape"),
+            ("return self.ln_f(x), cache", "return x, cache"),
+        ],
+    },
 }

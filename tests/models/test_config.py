@@ -206,7 +206,7 @@ HALF = Rope(part=0.5, interleaved=True)
         (GLM4MoEConfig, {"num_local_experts": 8}, {"num_experts": 8}),
         (DeepseekV2Config, {"num_experts": 8}, {"num_experts": 8}),
         (GPTJConfig, {"rotary_dim": 2},
-         {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "rope": HALF}),
+         {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "rope": HALF, "rotary_dim": 2}),
         (GPTNeoConfig, {"attention_layers": ["local", "global"], "attention_types": [[["global", "local"], 12]]},
          {"attention_layers": ("local", "global")}),
         (Ernie45Config, {"head_dim": None}, {"head_dim": 4}),
