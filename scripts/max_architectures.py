@@ -20,13 +20,15 @@ Needs torch and transformers (scripts/setup.sh --oracles).
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+import functools
 import importlib
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -57,11 +59,12 @@ class Architecture(NamedTuple):
         narrow: pattern of the names of weights that MAX's files declare in bfloat16, whatever the model's
             dtype is; their values are rounded to bfloat16 on both sides.
         wide: modules of MAX's files in which bfloat16 is replaced by float32 (:class:`Wide`).
-        keys: attributes that MAX's files read, and that transformers' configuration does not have.
+        keys: function of the configuration, which returns attributes that MAX's files read there and transformers'
+            configuration does not have, by their paths.
         folder: name of the folder of MAX's files, if it is not that of the architecture.
         is_encoder: whether it gives hidden states of whole texts instead of logits.
         named: name of the architecture in MAX's file, if it is not ``kind``.
-        hub: beginnings of names of weights, and what they are in the files that MAX's adapters read.
+        hub: function of transformers' tensors by name, which returns those of the files that MAX's adapters read.
     """
 
     kind: str
@@ -70,8 +73,8 @@ class Architecture(NamedTuple):
     folder: str = ""
     is_encoder: bool = False
     named: str = ""
-    hub: tuple[tuple[str, str], ...] = ()
-    keys: dict[str, Any] = {}
+    hub: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    keys: Callable[[Any], dict[str, Any]] = lambda config: {}
     wide: tuple[str, ...] = ()
 
 
@@ -96,6 +99,35 @@ VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n
           "image_size": 32, "patch_size": 8}  # fmt: skip
 QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": IMAGE, "vision_start_token_id": IMAGE,
                "vision_end_token_id": IMAGE}  # fmt: skip
+
+
+def renamed(tensors: dict[str, Any], parts: Mapping[str, str]) -> dict[str, Any]:
+    """Tensors by name, with parts of the names replaced."""
+    found = {}
+    for name, value in tensors.items():
+        for old, new in parts.items():
+            name = name.replace(old, new)
+        found[name] = value
+    return found
+
+
+def internvl_file(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of an InternVL model as its own files have them, from those of transformers."""
+    import torch
+
+    found = renamed(tensors, {
+        "vision_tower.": "vision_model.", "encoder.layer.": "encoder.layers.", "cls_token": "class_embedding",
+        "patch_embeddings.projection": "patch_embedding", "position_embeddings": "position_embedding",
+        "attention.projection_layer": "attn.proj", "lambda_": "ls", "layernorm_before": "norm1",
+        "layernorm_after": "norm2", "multi_modal_projector.layer_norm": "mlp1.0",
+        "multi_modal_projector.linear_1": "mlp1.1", "multi_modal_projector.linear_2": "mlp1.3",
+    })  # fmt: skip
+    for name in [name for name in found if ".attention.q_proj." in name]:
+        parts = [found.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        found[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+    return found
+
+
 ARCHITECTURES = {
     "llama3": Architecture("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3": Architecture("Qwen3ForCausalLM", {"head_dim": 32}),
@@ -175,13 +207,19 @@ ARCHITECTURES = {
         "vision_config": VISION | {"vision_use_head": False}, "mm_tokens_per_image": 4,
         "image_token_index": IMAGE},
         narrow=r"(^|\.)vision_tower|norm\.weight$|projection_weight$",
-        hub=(("vision_tower.", "vision_tower.vision_model."),)),
+        hub=lambda tensors: renamed(tensors, {"vision_tower.": "vision_tower.vision_model."})),
     "gemma4": Architecture("Gemma4ForConditionalGeneration", {
         "text_config": {"head_dim": 32, "global_head_dim": 32, "sliding_window": 8,
                         "layer_types": ["sliding_attention", "full_attention"] * 2,
                         "hidden_size_per_layer_input": 0},
         "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
-        "image_token_id": IMAGE}, keys={"global_head_dim": 32}),
+        "image_token_id": IMAGE}, keys=lambda config: {"text_config.global_head_dim": 32}),
+    "internvl": Architecture("InternVLForConditionalGeneration", {
+        "tie_word_embeddings": False, "text_config": {"model_type": "qwen2"},
+        "vision_config": VISION | {"image_size": [32, 32], "patch_size": [8, 8]}, "image_token_id": IMAGE},
+        named="InternVLChatModel", hub=internvl_file, keys=lambda config: {
+            "llm_config": config.text_config, "vision_config.image_size": 32, "vision_config.patch_size": 8,
+            "vision_config.norm_type": "layer_norm", "vision_config.qk_normalization": False}),
     "qwen2_5vl": Architecture("Qwen2_5_VLForConditionalGeneration", QWEN_TOKENS | {
         "text_config": {"rope_parameters": MROPE | {"mrope_section": [2, 3, 3]}},
         "vision_config": VISION | {"out_hidden_size": 64, "depth": 2, "num_heads": 2, "fullatt_block_indexes": [1]}},
@@ -208,8 +246,6 @@ def theirs_of(one: Architecture, settings: Mapping[str, Any] | None = None) -> A
         settings = one.settings | {"text_config": SMALL | one.settings["text_config"]}
     config = kind.config_class(**settings, attn_implementation="eager")
     model = kind(config).eval().to(torch.float32)
-    for name, value in one.keys.items():
-        setattr(getattr(config, "text_config", config), name, value)
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -230,13 +266,10 @@ def checkpoint_of(theirs: Any, one: Architecture, directory: Path) -> Path:
 
     theirs.save_pretrained(directory)
     file = directory / "model.safetensors"
-    tensors = {}
-    for name, value in safetensors.torch.load_file(file).items():
-        for begin, instead in one.hub:
-            if name.startswith(begin):
-                name = instead + name.removeprefix(begin)
-                break
-        tensors[name] = value.to(torch.bfloat16) if re.search(one.narrow, name) else value
+    tensors = one.hub(safetensors.torch.load_file(file))
+    for name, value in tensors.items():
+        if re.search(one.narrow, name):
+            tensors[name] = value.to(torch.bfloat16)
     safetensors.torch.save_file(tensors, file)
     return file
 
@@ -287,6 +320,10 @@ def pipeline_of(
     for path in one.wide:
         module = importlib.import_module(f"maxjax.pipelines.architectures.{folder}.{path}")
         vars(module)["DType"] = Wide()
+    config = copy.deepcopy(config)
+    for path, value in one.keys(config).items():
+        *parts, name = path.split(".")
+        setattr(functools.reduce(getattr, parts, config), name, value)
     file_of = importlib.import_module(f"maxjax.pipelines.architectures.{folder}.arch")
     found = [a for a in vars(file_of).values() if type(a).__name__ == "SupportedArchitecture"]
     arch = next(a for a in found if a.name == (one.named or one.kind))
@@ -362,7 +399,8 @@ class Ours:
         state = pipeline._load_state_dict()
         model_config = pipeline._create_model_config(state)
         # Subgraphs cannot take pages, so the layers are traced one by one.
-        model_config.use_subgraphs = False
+        for settings in (model_config, getattr(model_config, "llm_config", model_config)):
+            settings.use_subgraphs = False
         session = InferenceSession()
         if (experts := getattr(model_config, "ep_config", None)) is not None:
             experts.combine_dtype = experts.dispatch_dtype  # MAX's files have bfloat16
@@ -642,7 +680,44 @@ def padded_texts(config: Any, rng: np.random.Generator) -> list[np.ndarray]:
     return [np.where(mask, ids, 0), mask.astype(np.int64)]
 
 
+def whisper(config: Any, weights: Any) -> tuple[Any, Any, list[Any]]:
+    """MAX's audio encoder of Whisper, which has no adapter of weights."""
+    from maxjax.dtype import DType
+    from maxjax.graph import DeviceRef, TensorType
+
+    config.n_heads = config.encoder_attention_heads
+    build = max_name("pipelines.architectures.whisper.encoder.WhisperEncoder")
+    module = build(config, DType.float32, DeviceRef.CPU())
+    names = {"self_attn.out_proj": "attention.wo", "self_attn_layer_norm": "attention_norm",
+             "final_layer_norm": "mlp_norm", "fc1": "mlp.fc1", "fc2": "mlp.fc2", "encoder.layer_norm": "norm",
+             **{f"self_attn.{n}_proj": f"attention.w{n}" for n in "qkv"}}  # fmt: skip
+    state = {}
+    for name, weight in weights.items():
+        if not name.startswith("encoder."):
+            continue
+        value = np.asarray(weight.data().data)
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        state[name.removeprefix("encoder.")] = value if value.ndim < 3 else value.transpose(2, 1, 0)
+    length = 2 * config.max_source_positions
+    return (
+        module,
+        state,
+        [TensorType(DType.float32, [2, length, config.num_mel_bins], DeviceRef.CPU())],
+    )
+
+
 PARTS = {
+    "whisper": Part(
+        "WhisperModel",
+        {"vocab_size": VOCAB, "d_model": 64, "encoder_layers": 2, "decoder_layers": 1, "num_mel_bins": 16,
+         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+         "max_source_positions": 20, "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2, "decoder_start_token_id": 1},
+        whisper,
+        lambda config, rng: [rng.standard_normal([2, 40, 16], np.float32)],
+        lambda model, sound: model.encoder(sound.swapaxes(1, 2)).last_hidden_state,
+    ),
     "umt5": Part(
         "UMT5EncoderModel",
         {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},

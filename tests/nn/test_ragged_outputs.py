@@ -134,6 +134,22 @@ def test_layers_in_turn_with_and_without_subgraphs(groups):
     assert graph.output_types == graph.input_types or list(graph.input_types) == graph.output_types
 
 
+def test_layers_that_write_to_a_buffer_are_called_directly():
+    class Count(Module):
+        def __call__(self, h, count):
+            count[...] = count[...] + h
+            return h + 1.0
+
+    pool = BufferValue(jnp.zeros(4))
+    (h,) = transformer.forward_sequential_layers(
+        [Count(), Count()], inputs_for_layer=lambda i, h: [h[0], pool],
+        initial_hidden_states=[TensorValue(jnp.asarray(H[0]))], subgraph_layer_groups=[[0, 1]],
+        weight_prefix_for_layer="layers.{}.".format,
+    )  # fmt: skip
+    np.testing.assert_allclose(h.to_numpy(), H[0] + 2, rtol=1e-6)
+    np.testing.assert_allclose(pool.value, 2 * H[0] + 1, rtol=1e-6)
+
+
 def test_layers_and_tensors_in_lists():
     assert forward_moe_sharded_layers([abs, str], [-1, 2]) == [1, "2"]
     assert transformer.forward_sharded_layers([abs, str], [-1, 2]) == [1, "2"]

@@ -373,15 +373,13 @@ class TensorParallelAttentionWithRope(AttentionWithRope):
         list_of_attentions: layers, one for each device, each with some of the heads.
 
     Raises:
-        ValueError: there are fewer than two devices, or the KV heads do not divide evenly over them.
+        ValueError: there is no device, or the KV heads do not divide evenly over the devices.
     """
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        if len(self.devices) < 2:
-            raise ValueError(
-                f"TensorParallelAttentionWithRope needs at least two devices, not {len(self.devices)}"
-            )
+        if not self.devices:
+            raise ValueError("TensorParallelAttentionWithRope needs devices")
         self.sharding_strategy = ShardingStrategy.tensor_parallel(len(self.devices))
         self.list_of_attentions = self.shard(self.devices)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ...graph import ops
+from ...graph.buffer import BufferValue
 from ...graph.value import TensorValue
 
 
@@ -46,7 +47,8 @@ def forward_sequential_layers(
         inputs_for_layer: function of a layer's id and the hidden states that returns the layer's arguments.
         initial_hidden_states: hidden states before the first layer.
         on_layer_output: function that is called with a layer's id and its results.
-        subgraph_layer_groups: ids of the layers of each subgraph; other layers are called directly.
+        subgraph_layer_groups: ids of the layers of each subgraph; other layers are called directly, and so are
+            layers with a buffer among their arguments, which a subgraph cannot write to.
         name_for_subgraph: function of a group's index that returns the name of its subgraph.
         weight_prefix_for_layer: function of a layer's id that returns the prefix of its weights' names;
             needed for subgraphs.
@@ -67,7 +69,9 @@ def forward_sequential_layers(
     h = initial_hidden_states
     for number, layer in zip(ids, layers, strict=True):
         values = inputs_for_layer(number, h)
-        if number not in groups or weight_prefix_for_layer is None:
+        leaves = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, TensorValue))
+        writes = any(isinstance(leaf, BufferValue) for leaf in leaves)
+        if number not in groups or weight_prefix_for_layer is None or writes:
             result = layer(*values)
             h = list(result) if isinstance(result, list | tuple) else [result]
         else:
@@ -76,7 +80,6 @@ def forward_sequential_layers(
                 subgraphs[group] = layer.build_subgraph(
                     name_for_subgraph(group), values, weight_prefix=prefix
                 )
-            leaves = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, TensorValue))
             h = [one.tensor for one in ops.call(subgraphs[group], *leaves, prefix=prefix)]
         if on_layer_output is not None:
             on_layer_output(number, h)
