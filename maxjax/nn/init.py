@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import UserInputError, closest, releasing, some
@@ -35,6 +38,8 @@ _QUICK = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+# JAX's errors for options that this version of XLA does not have, and for those of a jitted function inside another.
+_REFUSED = re.compile("No such compile option|`compiler_options` can only be passed to top-level")
 M = TypeVar("M", bound=Module)
 
 
@@ -97,19 +102,24 @@ def init(
         group.names.append(name)
         group.weights.append(weight)
 
-    drawn = []
+    runs, drawn = [], []
     jitted = cache(_Program.jitted)  # for this call
     with releasing(), compiling("init"):
-        for group in groups:
-            program = group.program
-            run = _kept(program) if program.fill.is_fixed else jitted(program)
-            try:
-                drawn.append(run(key, group.codes))
-            except jax.errors.JaxRuntimeError as error:
-                leaf = group.leaf
-                raise out_of_memory(
-                    error, group.names[0], leaf.shape, leaf.dtype, group.sharding
-                ) from error
+        # XLA needs no lock of Python's: it compiles a program while the next is traced.
+        with ThreadPoolExecutor(1, "maxjax-compile") as pool:
+            for group in groups:
+                program = group.program
+                run = _kept(program) if program.fill.is_fixed else jitted(program)
+                run.compile_in(pool, key, group.codes)
+                runs.append(run)
+            for group, run in zip(groups, runs, strict=True):
+                try:
+                    drawn.append(run(key, group.codes))
+                except jax.errors.JaxRuntimeError as error:
+                    leaf = group.leaf
+                    raise out_of_memory(
+                        error, group.names[0], leaf.shape, leaf.dtype, group.sharding
+                    ) from error
     for group, values in zip(groups, drawn, strict=True):
         group.store(values)
     return model
@@ -163,22 +173,13 @@ class _Program(NamedTuple):
     lead: tuple[int, ...] | None
     sharding: Any
 
-    def jitted(self) -> Callable[..., jax.Array]:
+    def jitted(self) -> _Run:
         """Return a function of a key and of the codes ``[n]``, or of the code of one weight."""
+        choices: list[Any] = [None]
+        if jax.default_backend() == "cpu" and math.prod((*(self.lead or ()), *self.shape)) <= _FEW:
+            choices = [_QUICK, _UNOPTIMISED, None]
         jit = partial(jax.jit, self._draw, out_shardings=self.sharding)
-        if jax.default_backend() != "cpu" or math.prod((*(self.lead or ()), *self.shape)) > _FEW:
-            return jit()
-        quick, unoptimised = jit(compiler_options=_QUICK), jit(compiler_options=_UNOPTIMISED)
-
-        def run(key: jax.Array, codes: jax.Array) -> jax.Array:
-            try:
-                return quick(key, codes)
-            except jax.errors.JaxRuntimeError as error:
-                if "No such compile option" not in str(error):  # another version of XLA
-                    raise
-                return unoptimised(key, codes)
-
-        return run
+        return _Run([jit(compiler_options=options) for options in choices])
 
     def _draw(self, key: jax.Array, codes: jax.Array) -> jax.Array:
         def draw(code: jax.Array) -> jax.Array:
@@ -192,6 +193,36 @@ class _Program(NamedTuple):
             return draw(codes)
         drawn = jax.lax.map(draw, codes)
         return drawn.reshape(*self.lead, *drawn.shape[1:])
+
+
+class _Run:
+    """A jitted function.
+
+    Args:
+        choices: the function with several options. The first is called that XLA knows, and that may be called
+            here: inside another jitted function, only one without options.
+    """
+
+    def __init__(self, choices: Sequence[Any]):
+        self._choices = choices
+        self._compiling: Future[Any] | None = None
+
+    def compile_in(self, pool: ThreadPoolExecutor, *args: Any) -> None:
+        """Compiles it in another thread; an error is raised by the call."""
+        if self._compiling is None and not any(isinstance(one, Tracer) for one in args):
+            self._compiling = pool.submit(self._choices[0].lower(*args).compile)
+
+    def __call__(self, *args: Any) -> jax.Array:
+        if self._compiling is not None:
+            self._compiling.exception()
+        *others, last = self._choices
+        for choice in others:
+            try:
+                return choice(*args)
+            except (jax.errors.JaxRuntimeError, ValueError) as error:
+                if not _REFUSED.search(str(error)):
+                    raise
+        return last(*args)
 
 
 _kept = lru_cache(maxsize=256)(_Program.jitted)

@@ -1,5 +1,6 @@
 """init, partition, merge."""
 
+import functools
 import importlib
 
 import jax
@@ -178,6 +179,26 @@ def test_an_option_that_xla_does_not_have_is_left_out(options):
     options({**init_file._QUICK, "xla_cpu_parallel_codegen_split_count": "many"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="many"):
         init(Deep(), jax.random.key(0))
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_init_inside_another_transformation(is_given):
+    """The values of a stack and of a single layer are those outside, up to how XLA rounds them."""
+    key = jax.random.key(0)
+
+    def make(k=key):
+        layers = LayerStack([Linear(4, 4, "float32", CPU) for _ in range(2)])
+        return init(layers, k), init(Linear(8, 8, "float32", CPU), k)
+
+    wanted, given = make(), [key] if is_given else []
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(close, jax.jit(make)(*given), wanted)
+    shapes = jax.eval_shape(make, *given)
+    assert [leaf.shape for leaf in jax.tree.leaves(shapes)] == [(2, 4, 4), (8, 8)]
+    several = jax.vmap(make)(jax.random.split(key, 3))
+    jax.tree.map(
+        close, jax.tree.map(lambda leaf: leaf[1], several), make(jax.random.split(key, 3)[1])
+    )
 
 
 @pytest.mark.parametrize("generator", ["threefry2x32", "rbg", "unsafe_rbg"])
