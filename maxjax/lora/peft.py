@@ -18,6 +18,7 @@ from ..errors import (
     some,
 )
 from ..models.family import PretrainedModel
+from ..models.names import Names, Prefix, Unwrap
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.layer.walk import Walk
@@ -31,6 +32,8 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # The older name of the weights, written by torch.save.
 OLD_WEIGHTS = "adapter_model.bin"
 _FRONT = "base_model.model."
+# What PEFT adds to the names of the base model's weights.
+_PEFT = (Prefix({_FRONT: ""}), Unwrap("base_layer", "modules_to_save"))
 # In memory PEFT appends the adapter's name (lora_A.default.weight), and some files have it too.
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(?:(lora_[AB])(?:\.[^.]+)?\.weight"
@@ -193,16 +196,11 @@ def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
     PEFT saves a copy of an embedding table or output layer that has LoRA weights.
     """
     weights, aliases = model._mx_names()
+    rows = model.family.names.rows if isinstance(model, PretrainedModel) else ()
+    table = Names(*_PEFT, *rows)
     found = {}
     for tensor in names:
-        plain = tensor.removeprefix(_FRONT)
-        for wrapper in (".base_layer.", ".modules_to_save."):
-            plain = plain.replace(wrapper, ".")
-        own = (
-            plain
-            if not isinstance(model, PretrainedModel)
-            else model.family.names.model_name(plain)
-        )
+        own = table.model_name(tensor)
         own = own if own is None else aliases.get(own, own)
         if own not in weights and isinstance(model, PretrainedModel):
             own = dict([model.family.tied]).get(own or "")  # a tied head is in no file of a model

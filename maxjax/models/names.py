@@ -2,7 +2,7 @@
 
 A model's attributes are spelled as in its files, so most tables have few rows: other models put a prefix before
 every name, old files use other names, some tensors are not needed, and some hold several weights. ``Names`` is
-a table; :class:`Prefix`, :class:`Headless`, :class:`Rename`, :class:`Drop`, :class:`DropLayers` and
+a table; :class:`Prefix`, :class:`Headless`, :class:`Unwrap`, :class:`Rename`, :class:`Drop`, :class:`DropLayers` and
 ``fused_experts.FusedExperts`` are its rows.
 """
 
@@ -125,6 +125,29 @@ class Rename(Row):
         pairs = self.endings.items()
         old = [name[: -len(new)] + old for old, new in pairs if name.endswith(new)]
         return [*old, name] if self.written else [name, *old]
+
+
+@dataclass(frozen=True, init=False)
+class Unwrap(Row):
+    """Removes parts of names that wrappers of a model or its layers add.
+
+    Args:
+        parts: these parts, anywhere in a name.
+
+    Example:
+        >>> Unwrap("base_layer").model_name("score.base_layer.weight")
+        'score.weight'
+    """
+
+    parts: tuple[str, ...]
+
+    def __init__(self, *parts: str):
+        object.__setattr__(self, "parts", parts)
+
+    def model_name(self, name: str) -> str:
+        """See :class:`Row`."""
+        *parts, last = name.split(".")
+        return ".".join([*(part for part in parts if part not in self.parts), last])
 
 
 @dataclass(frozen=True, init=False)
@@ -380,9 +403,8 @@ def matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 # What PyTorch's wrappers add to the names of the wrapped model: torch.compile, FSDP and activation
 # checkpointing anywhere in a name, DataParallel and averaged models at its start.
-_WRAPPERS = re.compile(
-    r"\A(?:module\.)+|(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
+_WRAPPERS = Unwrap("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_START = re.compile(r"\A(?:module\.)+")
 
 
 def unwrapped(named: Mapping[str, T]) -> dict[str, T]:
@@ -397,7 +419,7 @@ def unwrapped(named: Mapping[str, T]) -> dict[str, T]:
         >>> unwrapped({"model.model.norm.weight": 1, "model.lm_head.weight": 2})
         {'model.norm.weight': 1, 'lm_head.weight': 2}
     """
-    names = [_WRAPPERS.sub("", _WRAPPERS.sub("", name)) for name in named]
+    names = [_START.sub("", _WRAPPERS.model_name(name)) for name in named]
     fronts = [name.startswith("model.") for name in names]
     if all(fronts) and any(name.startswith("model.model.") for name in names):
         names = [name.removeprefix("model.") for name in names]
