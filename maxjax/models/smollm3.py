@@ -47,11 +47,12 @@ from .parts import (
     Rope,
     attend,
     config_field,
-    layer_count,
+    every_nth_is_0,
     layer_kinds,
     layers,
     merge_heads,
     rope,
+    rope_layers,
     run_layers,
     size,
     sliding,
@@ -87,7 +88,7 @@ class SmolLM3Config(LanguageModelConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = True
-    no_rope_layers: tuple[int, ...] = ()
+    no_rope_layers: tuple[int, ...] = config_field((), maximum=1)
     sliding_window: int | None = config_field(None, minimum=1)
     layer_types: tuple[str, ...] = config_field((), choices=(FULL, SLIDING))
 
@@ -118,37 +119,6 @@ class SmolLM3Config(LanguageModelConfig):
         """Write the settings, with the switch of the window if a layer has it."""
         switch = {"use_sliding_window": True} if SLIDING in self.layer_types else {}
         return {**super().to_hf(), **switch}
-
-
-def every_nth_is_0(layers: int, n: int) -> tuple[int, ...]:
-    """Return for each layer 1, and 0 for the n-th, the 2n-th and so on: ``no_rope_layers``."""
-    return tuple(int((i + 1) % n != 0) for i in range(layers))
-
-
-def rope_layers(raw: Mapping[str, Any], interval: int = 4) -> tuple[int, ...]:
-    """Return for each layer whether it has RoPE (1) or not (0): as ``no_rope_layers`` lists, or all but every n-th.
-
-    Args:
-        raw: content of a file.
-        interval: n, if the file has no ``no_rope_layer_interval``.
-
-    Raises:
-        ValueError: a value is of the wrong type.
-    """
-    # The interval is read in any case, so that no warning names it.
-    given, listed, count = (
-        raw.get("no_rope_layer_interval"),
-        raw.get("no_rope_layers"),
-        layer_count(raw),
-    )
-    if listed:
-        if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
-            raise ValueError("'no_rope_layers' is not a list of numbers")
-        return tuple(int(bool(one)) for one in listed[:count])
-    n = interval if given is None else given
-    if count and (type(n) is not int or n < 1):
-        raise ValueError(f"'no_rope_layer_interval' is {str(n)[:60]}, not a positive integer")
-    return every_nth_is_0(count, n)
 
 
 class SmolLM3Attention(Module):

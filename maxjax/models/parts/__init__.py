@@ -24,9 +24,11 @@ from .config import FULL as FULL
 from .config import SLIDING as SLIDING
 from .config import LanguageModelConfig as LanguageModelConfig
 from .config import constant as constant
+from .config import every_nth_is_0 as every_nth_is_0
 from .config import layer_count as layer_count
 from .config import layer_kinds as layer_kinds
 from .config import layers as layers
+from .config import rope_layers as rope_layers
 from .config import size as size
 from .config import with_defaults as with_defaults
 from .language_model import LanguageModel as LanguageModel

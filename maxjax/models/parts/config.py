@@ -88,6 +88,37 @@ def layer_kinds(raw: Mapping[str, Any], default: Sequence[str] | None = None) ->
     return kinds
 
 
+def every_nth_is_0(layers: int, n: int) -> tuple[int, ...]:
+    """Return for each layer 1, and 0 for the n-th, the 2n-th and so on: ``no_rope_layers``."""
+    return tuple(int((i + 1) % n != 0) for i in range(layers))
+
+
+def rope_layers(raw: Mapping[str, Any], interval: int = 4) -> tuple[int, ...]:
+    """Return for each layer whether it has RoPE (1) or not (0): as ``no_rope_layers`` lists, or all but every n-th.
+
+    Args:
+        raw: content of a file.
+        interval: n, if the file has no ``no_rope_layer_interval``.
+
+    Raises:
+        ValueError: a value is of the wrong type.
+    """
+    # The interval is read in any case, so that no warning names it.
+    given, listed, count = (
+        raw.get("no_rope_layer_interval"),
+        raw.get("no_rope_layers"),
+        layer_count(raw),
+    )
+    if listed:
+        if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
+            raise ValueError("'no_rope_layers' is not a list of numbers")
+        return tuple(int(bool(one)) for one in listed[:count])
+    n = interval if given is None else given
+    if count and (type(n) is not int or n < 1):
+        raise ValueError(f"'no_rope_layer_interval' is {str(n)[:60]}, not a positive integer")
+    return every_nth_is_0(count, n)
+
+
 class LanguageModelConfig(ModelConfig):
     """Base class of the configurations of decoders. It declares no fields; its methods use those that there are.
 
