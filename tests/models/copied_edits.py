@@ -87,4 +87,27 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return self.ln_f(x), cache", "return x, cache"),
         ],
     },
+    "gpt_neox": {
+        "gpt_neox": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(self.dense_h_to_4h(x))", "jax.nn.relu(self.dense_h_to_4h(x))"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("h = x if self.is_parallel else x + y", "h = x + y"),
+            (
+                "self.attention(self.input_layernorm(x), cache, angles)",
+                "self.attention(x, cache, angles)",
+            ),
+            ("attend(q, k, v, cache", "attend(q, v, k, cache"),
+        ],
+    },
+    "falcon": {
+        "falcon": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(self.dense_h_to_4h(x))", "jax.nn.relu(self.dense_h_to_4h(x))"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("h = self.ln_mlp(x)", "h = self.ln_mlp(x + y)"),
+            ("self.ln_attn(x) if self.has_two_norms", "x if self.has_two_norms"),
+            ("return x + y + self.mlp(h)", "return x + y + 0.5 * self.mlp(h)"),
+        ],
+    },
 }
