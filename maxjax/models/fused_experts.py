@@ -173,7 +173,7 @@ class FusedExperts(Row):
         interleaved = self.interleaved and parts > 1
         for number, k, new in self._names(found, shape[0]):
             source = _Blocks(*pair, _Cut(number, k, parts, False, interleaved))
-            dtype, sizes = source.stored(name)
+            dtype, sizes = source.dtype_and_shape(name)
             yield new, WeightData.lazy(source, name, DType.of(dtype), sizes, _MXFP4)
 
     def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -251,7 +251,7 @@ class FusedExperts(Row):
             kinds = [name + ("_bias" if what == "bias" else self.suffix)]
         made = {}
         for kind in kinds:
-            dtype, shape = packed.stored(kind)
+            dtype, shape = packed.dtype_and_shape(kind)
             made[kind] = WeightData.lazy(packed, kind, DType.of(dtype), shape)
         return made
 
@@ -261,7 +261,7 @@ def _part(name: str, value: Any, layout: ExpertLayout) -> Any:
     if not isinstance(value, WeightData):
         return layout.apply(value)
     source = Relaid({name: value}, {name: Source(name, layout)})
-    dtype, shape = source.stored(name)
+    dtype, shape = source.dtype_and_shape(name)
     return WeightData.lazy(source, name, DType.of(dtype), shape, value.quantization_encoding)
 
 
@@ -306,7 +306,7 @@ class _Cut:
         """The projection; it stays lazy if the tensor is lazy."""
         if isinstance(value, WeightData):
             source = _Expert(value, self)
-            dtype, shape = source.stored(name)
+            dtype, shape = source.dtype_and_shape(name)
             return WeightData.lazy(source, name, DType.of(dtype), shape)
         found = value[self.expert]
         found = found.T if self.transposed else found
@@ -320,7 +320,7 @@ class _Expert(ArraySource):
     def __init__(self, data: WeightData, cut: _Cut):
         self._data, self._cut = data, cut
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the projection."""
         _, *sizes = (int(n) for n in self._data.shape)
         sizes = sizes[::-1] if self._cut.transposed else sizes
@@ -329,7 +329,7 @@ class _Expert(ArraySource):
     def fill(self, array: np.ndarray, name: str, region: Box) -> int:
         """See :class:`~maxjax.models.gguf.sources.ArraySource`."""
         cut, (rows, *rest) = self._cut, region
-        span, step = cut.rows(rows, self.stored(name)[1][0])
+        span, step = cut.rows(rows, self.dtype_and_shape(name)[1][0])
         box = (*rest, span) if cut.transposed else (span, *rest)
         values, total = read_box(self._data, ((cut.expert, cut.expert + 1), *box))
         values = values[0].T if cut.transposed else values[0]
@@ -347,7 +347,7 @@ class _Blocks(ArraySource):
     def __init__(self, blocks: WeightData, scales: WeightData, cut: _Cut):
         self._blocks, self._scales, self._cut = blocks, scales, cut
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the blocks."""
         _, rows, blocks = (int(n) for n in self._scales.shape)
         return np.dtype(np.uint8), (rows // self._cut.parts, blocks * (_BYTES + 1))
@@ -355,7 +355,7 @@ class _Blocks(ArraySource):
     def fill(self, array: np.ndarray, name: str, region: Box) -> int:
         """See :class:`~maxjax.models.gguf.sources.ArraySource`."""
         rows, (first, last) = region
-        cut, (height, _) = self._cut, self.stored(name)[1]
+        cut, (height, _) = self._cut, self.dtype_and_shape(name)[1]
         span, step = cut.rows(rows, height)
         start, stop = first // (_BYTES + 1), -(-last // (_BYTES + 1))
         box = ((cut.expert, cut.expert + 1), span, (start, stop))
@@ -409,7 +409,7 @@ class _Joined(_All):
         super().__init__(each, parts, interleaved)
         self._transposed = transposed
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the tensor."""
         out, *inner = (int(n) for n in self._each[0].shape)
         shape = (out * self._parts, *inner)
@@ -435,7 +435,7 @@ class _Joined(_All):
 class _Unpacked(_All):
     """Source of the blocks and of the scales of all experts in MXFP4, as in files of gpt-oss."""
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the blocks or of the scales."""
         rows, width = (int(n) for n in self._each[0].shape)
         shape = (len(self._each) // self._parts, rows * self._parts, width // (_BYTES + 1))

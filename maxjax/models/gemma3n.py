@@ -637,7 +637,7 @@ def _from_gguf(given: Settings, tensors: Tensors) -> dict[str, WeightData]:
         parts = {f"{stem}.{kind}.{i}.weight": Expert(i, shape[0]) for i in range(shape[0])}
         source = Relaid({name: data}, {new: Source(name, layout) for new, layout in parts.items()})
         for new in parts:
-            dtype, sizes = source.stored(new)
+            dtype, sizes = source.dtype_and_shape(new)
             found[new] = WeightData.lazy(
                 source, new, DType.of(dtype), sizes, data.quantization_encoding
             )

@@ -224,7 +224,7 @@ GRANITEMOE_GGUF = replace(
         **GRANITE_GGUF.keys, "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok",
     },
-    read=with_rope, biases=("attn_q", "attn_k", "attn_v", "attn_output"), model_types=(),
+    read=with_rope, biases=("attn_q", "attn_k", "attn_v", "attn_output"),
 )  # fmt: skip
 _SPARSE = "block_sparse_moe"
 GRANITEMOE = GraniteMoE.family = Family.of(

@@ -281,7 +281,6 @@ OLMO2_GGUF = GGUFTable(
     biases=(),
     period=4,
     has_head=True,
-    model_types=("olmo3",),
 )
 
 OLMO2 = Olmo2.family = Family.of(Olmo2, Olmo2Config, names=Names(*DECODER), gguf=OLMO2_GGUF)

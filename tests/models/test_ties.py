@@ -182,7 +182,7 @@ def test_a_difference_ends_the_comparison():
     taken = []
 
     class Rows:
-        def stored(self, name):
+        def dtype_and_shape(self, name):
             return np.dtype(np.uint8), (100, 8)
 
         def rows(self, name):

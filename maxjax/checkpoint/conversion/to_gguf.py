@@ -208,19 +208,14 @@ def _new_gguf(
     model = read_config(config, path=path)
     gguf_settings(model, path)  # a setting says more than a tensor that has no place
     family = find_family(config, path=path)
-    tensors = family.names.split(unwrapped(found.tensors))
-    # As when the model is loaded. A dict keeps the order of the names.
-    dropped = dict.fromkeys(name for name in tensors if family.names.model_name(name) is None)
-    tensors = {name: data for name, data in tensors.items() if name not in dropped}
-    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in tensors.items()}
+    tensors = unwrapped(found.tensors)
+    named = family.names.canonical(tensors)
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in named.items()}
     check_bounds(type(model.config), model.settings, shapes, path=path)
     made = gguf_tensors(config, tensors, path=path)
-    if left_out := [*dropped, *made.left_out]:
-        _LOG.warning(
-            "%s: left out, as GGUF files do not contain such tensors: %s",
-            path,
-            some(left_out, 5),
-        )
+    if made.left_out:
+        what = "%s: left out, as GGUF files do not contain such tensors: %s"
+        _LOG.warning(what, path, some(made.left_out, 5))
     pooling, _ = read_pooling(found.folder)
     if pooling is not None and (lost := _not_in_gguf(pooling, model.architecture)):
         _LOG.warning("%s: a GGUF file cannot say %s", path, lost)

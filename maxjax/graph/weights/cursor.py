@@ -96,7 +96,7 @@ class CheckpointSource:
     def read_parts(self, parts: Sequence[Part]) -> int:
         return read_parts(self.open_table(), parts)
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         entry = self.open_table().entries[name]
         return entry.dtype.np, entry.shape
 
@@ -404,10 +404,10 @@ class _Layers(PartSource):
             found[one] = WeightData.lazy(self, one, stack.dtype, inner)
         return found
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape."""
         stack, index = self._places[name]
-        dtype, shape = self._source.stored(stack)
+        dtype, shape = self._source.dtype_and_shape(stack)
         return dtype, shape[len(index) :]
 
     def read_parts(self, parts: Sequence[Part]) -> int:
@@ -424,7 +424,7 @@ class _Layers(PartSource):
         """Reads several tensors; those of one stack together, since its chunks may be compressed."""
         arrays, parts = {}, []
         for name in names:
-            dtype, shape = self.stored(name)
+            dtype, shape = self.dtype_and_shape(name)
             memory = aligned_empty(math.prod(shape) * dtype.itemsize)
             parts.append(Part(name, whole(shape), memory))
             arrays[name] = memory.view(dtype).reshape(shape)

@@ -21,7 +21,7 @@ def data_rows(data: WeightData) -> Iterator[np.ndarray]:
     if source is None or data.is_loaded:
         yield np.asarray(data.typed())
         return
-    dtype, shape = source.stored(data.name)
+    dtype, shape = source.dtype_and_shape(data.name)
     rows = getattr(source, "rows", None)
     if rows is not None:
         yield from map(data.cast, rows(data.name))

@@ -46,7 +46,7 @@ class DataSource(Protocol):
         """Reads rectangular parts of tensors, each into its memory."""
         ...
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of a tensor on the disk."""
         ...
 
@@ -58,7 +58,7 @@ class DataSource(Protocol):
 class PartSource:
     """A DataSource that is defined by :meth:`stored` and :meth:`read_parts` alone."""
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of a tensor as it is read."""
         raise NotImplementedError
 
@@ -68,12 +68,12 @@ class PartSource:
 
     def nbytes(self, name: str) -> int:
         """The bytes of a tensor as it is read."""
-        dtype, shape = self.stored(name)
+        dtype, shape = self.dtype_and_shape(name)
         return math.prod(shape) * dtype.itemsize
 
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor into new memory."""
-        dtype, shape = self.stored(name)
+        dtype, shape = self.dtype_and_shape(name)
         memory = aligned_empty(math.prod(shape) * dtype.itemsize)
         self.read_parts([Part(name, whole(shape), memory)])
         return memory.view(dtype).reshape(shape)
@@ -217,14 +217,14 @@ class WeightData(Rendered):
     @property
     def stored_dtype(self) -> np.dtype:
         """The dtype on the disk, before casts."""
-        return self.dtype.np if self.source is None else self.source.stored(self.name)[0]
+        return self.dtype.np if self.source is None else self.source.dtype_and_shape(self.name)[0]
 
     @property
     def is_as_stored(self) -> bool:
         """Whether the data is on the disk, in the shape of its metadata."""
         if self.source is None or self.is_loaded:
             return False
-        return self.source.stored(self.name)[1] == tuple(self.shape)
+        return self.source.dtype_and_shape(self.name)[1] == tuple(self.shape)
 
     def astype(self, dtype: Any) -> WeightData:
         """The data cast to another element type; this WeightData itself if it has that type.

@@ -114,7 +114,7 @@ def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -
     encoding, form = weight.quantization_encoding, weight.stored.form
     if form is not None and form.elementwise:
         values = _FiledSource(values, form)
-    dtype, declared = DType.of(values.stored(name)[0]), weight.stored.dtype
+    dtype, declared = DType.of(values.dtype_and_shape(name)[0]), weight.stored.dtype
     data = WeightData.lazy(values, name, dtype, values.shape, encoding)
     # JAX holds integers of 64 bits in 32; a file has them as they were declared.
     narrowed = declared.is_integral() and jax.dtypes.canonicalize_dtype(declared.np) == dtype.np
@@ -165,7 +165,7 @@ class _GatheredSource(PartSource):
             sizes = jax.eval_shape(layout.restore, jax.ShapeDtypeStruct(sizes, array.dtype)).shape
         self._sizes = sizes
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape."""
         return self._dtype, self.shape
 
@@ -188,7 +188,7 @@ class _WeightSource(PartSource):
     def __init__(self, array: Any, index: tuple[int, ...], shape: Sequence[int]):
         self.array, self.index, self.shape = array, index, tuple(shape)
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape."""
         return np.dtype(self.array.dtype), self.shape
 
@@ -212,9 +212,9 @@ class _FiledSource(PartSource):
     def __init__(self, source: _WeightSource | _GatheredSource, form: FileForm):
         self._source, self._form, self.shape = source, form, source.shape
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape."""
-        dtype, shape = self._source.stored(name)
+        dtype, shape = self._source.dtype_and_shape(name)
         return self._form.to_file(np.zeros(0, dtype)).dtype, shape
 
     def rows(self, name: str) -> Iterator[np.ndarray]:
@@ -223,7 +223,9 @@ class _FiledSource(PartSource):
 
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Reads rectangular parts, each into its memory."""
-        dtype, _ = self._source.stored(parts[0].name) if parts else (np.dtype(np.uint8), ())
+        dtype, _ = (
+            self._source.dtype_and_shape(parts[0].name) if parts else (np.dtype(np.uint8), ())
+        )
         for part in parts:
             values = np.empty(extents(part.region), dtype)
             self._source.read_parts(

@@ -31,23 +31,23 @@ class Layout:
         keeps_values: whether :meth:`change` keeps all values, so that they may stay quantised.
 
     Example:
-        >>> stored, layout = np.float32([[0, 0], [1, 1], [2, 2], [3, 3]]), Permuted(heads=1)
-        >>> layout.apply(stored)[1:3].tolist()
+        >>> in_file, layout = np.float32([[0, 0], [1, 1], [2, 2], [3, 3]]), Permuted(heads=1)
+        >>> layout.apply(in_file)[1:3].tolist()
         [[2.0, 2.0], [1.0, 1.0]]
-        >>> layout.change(stored[layout.rows(4)[1:3]]).tolist()  # the same, reading no other row
+        >>> layout.change(in_file[layout.rows(4)[1:3]]).tolist()  # the same, reading no other row
         [[2.0, 2.0], [1.0, 1.0]]
     """
 
     by_rows = True
     keeps_values = True
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """The tensor's shape, computed from its shape in the GGUF file.
 
         Raises:
             CheckpointFormatError: this change cannot result in a tensor of that shape.
         """
-        return tuple(stored)
+        return tuple(in_file)
 
     def rows(self, count: int) -> np.ndarray:
         """The row of the GGUF tensor for each of the tensor's ``count`` rows: int64 ``[count]``."""
@@ -57,10 +57,10 @@ class Layout:
         """Some rows of the GGUF tensor → the values of these rows in Hugging Face's tensor."""
         return values
 
-    def apply(self, stored: np.ndarray) -> np.ndarray:
+    def apply(self, in_file: np.ndarray) -> np.ndarray:
         """The complete GGUF tensor → the complete tensor; a view where possible."""
-        self.shape(stored.shape)
-        return self.change(stored)
+        self.shape(in_file.shape)
+        return self.change(in_file)
 
     def back(self) -> Layout:
         """The inverse change, from Hugging Face's tensor to GGUF's. For ``Expert``, which has none, ``Same``."""
@@ -76,15 +76,15 @@ class Same(Layout):
 class Reordered(Layout):
     """Base class of the changes of the order of rows, which subclasses define by :meth:`rows`."""
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        self._check(stored[0] if stored else 1)
-        return tuple(stored)
+        self._check(in_file[0] if in_file else 1)
+        return tuple(in_file)
 
-    def apply(self, stored: np.ndarray) -> np.ndarray:
+    def apply(self, in_file: np.ndarray) -> np.ndarray:
         """See :class:`Layout`."""
-        self.shape(stored.shape)
-        return stored[self.rows(len(stored))]
+        self.shape(in_file.shape)
+        return in_file[self.rows(len(in_file))]
 
     def _check(self, count: int) -> None:
         """Checks that a tensor can have ``count`` rows."""
@@ -262,13 +262,13 @@ class Transposed(Layout):
 
     by_rows = False
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        if len(stored) != 2:
+        if len(in_file) != 2:
             raise CheckpointFormatError(
-                "not a matrix", expected="2 axes", found=f"shape {list(stored)}"
+                "not a matrix", expected="2 axes", found=f"shape {list(in_file)}"
             )
-        return tuple(stored)[::-1]
+        return tuple(in_file)[::-1]
 
     def rows(self, count: int) -> np.ndarray:
         """Raises, because this change does not map rows to rows.
@@ -278,16 +278,16 @@ class Transposed(Layout):
         """
         raise UserInputError(f"{self} does not map rows to rows: apply it to the complete tensor")
 
-    def apply(self, stored: np.ndarray) -> np.ndarray:
+    def apply(self, in_file: np.ndarray) -> np.ndarray:
         """See :class:`Layout`.
 
         Raises:
             UserInputError: the values are quantised blocks.
         """
-        self.shape(stored.shape)
-        if stored.dtype == np.uint8:
+        self.shape(in_file.shape)
+        if in_file.dtype == np.uint8:
             raise UserInputError(f"{self} needs float values: dequantise the tensor first")
-        return stored.T
+        return in_file.T
 
     def back(self) -> Layout:
         """See :class:`Layout`."""
@@ -318,26 +318,26 @@ class Expert(Layout):
     part: int = 0
     parts: int = 1
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        stored = tuple(stored)
-        if len(stored) < 2 or stored[0] != self.count or stored[1] % self.parts:
+        in_file = tuple(in_file)
+        if len(in_file) < 2 or in_file[0] != self.count or in_file[1] % self.parts:
             parts = f", each in {self.parts} parts" if self.parts > 1 else ""
             raise CheckpointFormatError(
                 "not a stack of experts",
                 expected=f"{self.count} experts on the first axis{parts}",
-                found=f"shape {list(stored)}",
+                found=f"shape {list(in_file)}",
             )
-        return (stored[1] // self.parts, *stored[2:])
+        return (in_file[1] // self.parts, *in_file[2:])
 
     def rows(self, count: int) -> np.ndarray:
         """See :class:`Layout`."""
         return np.arange(count) + (self.index * self.parts + self.part) * count
 
-    def apply(self, stored: np.ndarray) -> np.ndarray:
+    def apply(self, in_file: np.ndarray) -> np.ndarray:
         """See :class:`Layout`. A view."""
-        size = self.shape(stored.shape)[0]
-        return stored[self.index, self.part * size : (self.part + 1) * size]
+        size = self.shape(in_file.shape)[0]
+        return in_file[self.index, self.part * size : (self.part + 1) * size]
 
 
 @dataclass(frozen=True)
@@ -351,15 +351,15 @@ class Matrix(Layout):
         ((1, 5), (1, 5))
     """
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        stored = tuple(stored)
-        if len(stored) > 2 or (len(stored) == 2 and stored[0] != 1) or not stored:
+        in_file = tuple(in_file)
+        if len(in_file) > 2 or (len(in_file) == 2 and in_file[0] != 1) or not in_file:
             raise CheckpointFormatError(
-                "not a single row", expected="shape [n] or [1, n]", found=f"shape {list(stored)}"
+                "not a single row", expected="shape [n] or [1, n]", found=f"shape {list(in_file)}"
             )
-        return stored if len(stored) == 2 else (1, *stored)
+        return in_file if len(in_file) == 2 else (1, *in_file)
 
-    def apply(self, stored: np.ndarray) -> np.ndarray:
+    def apply(self, in_file: np.ndarray) -> np.ndarray:
         """See :class:`Layout`. A view."""
-        return stored.reshape(self.shape(stored.shape))
+        return in_file.reshape(self.shape(in_file.shape))

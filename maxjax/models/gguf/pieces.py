@@ -90,7 +90,7 @@ def rows(name: str, each: Sequence[WeightData], order: np.ndarray) -> WeightData
         return computed(name, each, lambda *arrays: np.concatenate(arrays)[order], shape)
     first = each[0]
     source = _Rows(each, order)
-    dtype, shape = source.stored(name)
+    dtype, shape = source.dtype_and_shape(name)
     return WeightData.lazy(source, name, DType.of(dtype), shape, first.quantization_encoding)
 
 
@@ -125,8 +125,8 @@ def columns(name: str, data: WeightData, order: np.ndarray, width: int) -> Weigh
 
         return computed(name, [data], change, shape)
     source = _Columns(data, order)
-    dtype, stored = source.stored(name)
-    return WeightData.lazy(source, name, DType.of(dtype), stored, encoding)
+    dtype, shape = source.dtype_and_shape(name)
+    return WeightData.lazy(source, name, DType.of(dtype), shape, encoding)
 
 
 class _Columns(ArraySource):
@@ -135,14 +135,14 @@ class _Columns(ArraySource):
     def __init__(self, data: WeightData, order: np.ndarray):
         self._data, self._order = data, order
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the tensor."""
         return self._data.dtype.np, tuple(map(int, self._data.shape))
 
     def fill(self, array: np.ndarray, name: str, region: Box) -> int:
         """See :class:`ArraySource`."""
         span, box = region
-        values, nbytes = read_box(self._data, (span, (0, self.stored(name)[1][1])))
+        values, nbytes = read_box(self._data, (span, (0, self.dtype_and_shape(name)[1][1])))
         heads = values.reshape(len(values), len(self._order), -1)[:, self._order]
         array[...] = heads.reshape(values.shape)[:, slice(*box)]
         return nbytes
@@ -161,7 +161,7 @@ class _Computed(PartSource):
         self._each, self._function, self._shape, self._dtype = each, function, shape, dtype
         self._kept: np.ndarray | None = None
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the tensor."""
         return self._dtype.np, self._shape
 
@@ -203,7 +203,7 @@ class _Rows(ArraySource):
         self._each, self._order = each, order
         self._starts = np.cumsum([0, *(int(data.shape[0]) for data in each)])
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the tensor."""
         first = self._each[0]
         return first.dtype.np, (len(self._order), *map(int, first.shape[1:]))

@@ -26,14 +26,14 @@ _READ_BYTES = 4 << 20
 
 
 class ArraySource(PartSource):
-    """A DataSource that is defined by :meth:`stored` and :meth:`fill`: its parts are read one after another."""
+    """A DataSource defined by :meth:`dtype_and_shape` and :meth:`fill`: its parts are read one after another."""
 
     def read_parts(self, parts: Sequence[Part]) -> int:
         """Reads parts of tensors into the memory of each part, and returns the number of bytes read."""
         total = 0
         for name, region, memory in parts:
             if count(region):
-                array = memory.view(self.stored(name)[0]).reshape(extents(region))
+                array = memory.view(self.dtype_and_shape(name)[0]).reshape(extents(region))
                 total += self.fill(array, name, region)
         return total
 
@@ -45,10 +45,10 @@ class ArraySource(PartSource):
 class Relaid(ArraySource):
     """The Source of tensors that have another name or another layout in the file."""
 
-    def __init__(self, stored: Mapping[str, WeightData], names: Mapping[str, Source]):
-        self._stored, self._names = stored, names
+    def __init__(self, in_file: Mapping[str, WeightData], names: Mapping[str, Source]):
+        self._tensors, self._names = in_file, names
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of a tensor as :meth:`read` returns it."""
         data, layout, is_decoded = self._of(name)
         shape = data.logical_shape if is_decoded else data.shape
@@ -58,13 +58,13 @@ class Relaid(ArraySource):
     def _of(self, name: str) -> tuple[WeightData, Layout, bool]:
         """(Tensor in the file, its layout, whether its blocks are dequantised) for a name."""
         where = self._names[name]
-        data, layout = self._stored[where.tensor], where.layout
+        data, layout = self._tensors[where.tensor], where.layout
         return data, layout, data.is_packed and not (layout.by_rows and layout.keeps_values)
 
     def fill(self, array: np.ndarray, name: str, region: Box) -> int:
         """See :class:`ArraySource`."""
         data, layout, is_decoded = self._of(name)
-        shape = self.stored(name)[1]
+        shape = self.dtype_and_shape(name)[1]
         if type(layout) is Same and array.ndim > 2:
             values, total = read_box(data, region)
             array[...] = values
@@ -102,7 +102,7 @@ class Stacked(ArraySource):
     def __init__(self, stacks: Mapping[str, Sequence[WeightData]]):
         self._stacks = stacks
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of a stack."""
         stack = self._stacks[name]
         return stack[0].dtype.np, (len(stack), *map(int, stack[0].shape))
@@ -126,7 +126,7 @@ class Exact(ArraySource):
     def __init__(self, shifted: WeightData, original: np.ndarray, layout: Layout):
         self._shifted, self._original, self._layout = shifted, original, layout
 
-    def stored(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def dtype_and_shape(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and shape of the original."""
         return self._original.dtype, self._original.shape
 
@@ -146,7 +146,7 @@ def read_box(data: WeightData, box: Box) -> tuple[np.ndarray, int]:
     index = tuple(slice(*span) for span in box)
     if data.is_loaded or data.source is None:
         return np.asarray(data.typed())[index], 0
-    dtype, shape = data.source.stored(data.name)
+    dtype, shape = data.source.dtype_and_shape(data.name)
     region = box
     if data.decodes is not None:  # the box counts values, but the file's last axis counts bytes
         region = (*box[:-1], (0, shape[-1]))

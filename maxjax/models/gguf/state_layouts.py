@@ -56,13 +56,13 @@ class Taps(Layout):
         ((6, 1, 4), (6, 4))
     """
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        if len(stored) != 2:
+        if len(in_file) != 2:
             raise CheckpointFormatError(
-                "not the taps of channels", expected="2 axes", found=f"shape {list(stored)}"
+                "not the taps of channels", expected="2 axes", found=f"shape {list(in_file)}"
             )
-        return (stored[0], 1, stored[1])
+        return (in_file[0], 1, in_file[1])
 
     def change(self, values: np.ndarray) -> np.ndarray:
         """See :class:`Layout`."""
@@ -77,13 +77,13 @@ class Taps(Layout):
 class NoMiddle(Layout):
     """``[C, 1, K]`` as ``[C, K]``: the inverse of ``Taps``."""
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        if len(stored) != 3 or stored[1] != 1:
+        if len(in_file) != 3 or in_file[1] != 1:
             raise CheckpointFormatError(
-                "not a convolution of each channel", expected="[C, 1, K]", found=f"{list(stored)}"
+                "not a convolution of each channel", expected="[C, 1, K]", found=f"{list(in_file)}"
             )
-        return (stored[0], stored[2])
+        return (in_file[0], in_file[2])
 
     def change(self, values: np.ndarray) -> np.ndarray:
         """See :class:`Layout`."""
@@ -114,17 +114,17 @@ class Flat(Layout):
     rows_stored: int = 0
     by_rows = False
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        if len(stored) not in (1, 2):
+        if len(in_file) not in (1, 2):
             raise CheckpointFormatError(
-                "not a vector in rows", expected="1 or 2 axes", found=f"shape {list(stored)}"
+                "not a vector in rows", expected="1 or 2 axes", found=f"shape {list(in_file)}"
             )
-        return (math.prod(stored),)
+        return (math.prod(in_file),)
 
-    def apply(self, stored: np.ndarray) -> np.ndarray:
+    def apply(self, in_file: np.ndarray) -> np.ndarray:
         """See :class:`Layout`. A view."""
-        return stored.reshape(self.shape(stored.shape))
+        return in_file.reshape(self.shape(in_file.shape))
 
     def back(self) -> Layout:
         """See :class:`Layout`."""
@@ -135,15 +135,15 @@ class Flat(Layout):
 class InRows(Flat):
     """Makes a matrix of a vector: the inverse of ``Flat``."""
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        count = self.rows_stored or (stored[0] if stored else 0)
-        if len(stored) != 1 or not count or stored[0] % count:
+        count = self.rows_stored or (in_file[0] if in_file else 0)
+        if len(in_file) != 1 or not count or in_file[0] % count:
             raise CheckpointFormatError(
                 "not a vector that divides into rows",
-                expected=f"a multiple of {count}", found=f"shape {list(stored)}",
+                expected=f"a multiple of {count}", found=f"shape {list(in_file)}",
             )  # fmt: skip
-        return (count, stored[0] // count)
+        return (count, in_file[0] // count)
 
     def back(self) -> Layout:
         """See :class:`Layout`."""
@@ -167,13 +167,13 @@ class Both(Layout):
     by_rows = False
     keeps_values = False
 
-    def shape(self, stored: Sequence[int]) -> Shape:
+    def shape(self, in_file: Sequence[int]) -> Shape:
         """See :class:`Layout`."""
-        return self.second.shape(self.first.shape(stored))
+        return self.second.shape(self.first.shape(in_file))
 
-    def apply(self, stored: np.ndarray) -> np.ndarray:
+    def apply(self, in_file: np.ndarray) -> np.ndarray:
         """See :class:`Layout`."""
-        return self.second.apply(self.first.apply(stored))
+        return self.second.apply(self.first.apply(in_file))
 
     def back(self) -> Layout:
         """See :class:`Layout`."""

@@ -82,7 +82,6 @@ class GGUFTable(MetadataTable):
         truncates: whether llama.cpp rounds the range of YaRN's interpolated pairs to whole pairs.
         computed: settings that are not compared when the metadata is read back, since the file holds
             other settings that determine them.
-        model_types: ``model_type`` of further configurations that are written as this architecture.
         width: metadata key of the width of a head; None: the width of keys, which values must share.
         log_multiplier: ratio of the number that files hold for YaRN to its ``mscale_all_dim``, which
             then equals ``mscale``; 0: files do not hold it.
@@ -116,7 +115,6 @@ class GGUFTable(MetadataTable):
     written: Collection[str] = ()
     truncates: bool = True
     computed: Collection[str] = ()
-    model_types: Collection[str] = ()
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     join: Callable[[Settings, Tensors], Tensors] | None = None
     split: Callable[[Any, Tensors], Tensors] | None = None

@@ -284,7 +284,7 @@ def test_experts_are_read_one_by_one():
     asked = []
 
     class Watched:
-        def stored(self, name):
+        def dtype_and_shape(self, name):
             return np.dtype(np.float32), (6, 4)
 
         def read_parts(self, parts):

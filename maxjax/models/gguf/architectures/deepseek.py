@@ -187,5 +187,4 @@ DEEPSEEK_GGUF = GGUFTable(
     log_multiplier=0.1,
     join=_join,
     split=_split,
-    model_types=("deepseek_v2", "kimi_k2", "glm4_moe_lite"),
 )  # fmt: skip

@@ -40,7 +40,9 @@ def config_of(weights: GGUFWeights) -> dict[str, Any]:
     Raises:
         UnsupportedModelError, CheckpointFormatError: as for ``hf_config``.
     """
-    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in _stored(weights).items()}
+    shapes = {
+        name: tuple(map(int, data.logical_shape)) for name, data in _tensors_in(weights).items()
+    }
     divisors = {name: np.asarray(weights[name].data().data) for name in DIVISORS if name in shapes}
     return hf_config(weights.metadata, shapes, divisors=divisors, path=weights._path)
 
@@ -54,18 +56,18 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
     Raises:
         UnsupportedModelError, CheckpointMismatchError, CheckpointFormatError: as for ``hf_names``.
     """
-    stored = _stored(weights)
+    in_file = _tensors_in(weights)
     architecture = weights.metadata.get("general.architecture", "")
-    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in stored.items()}
+    shapes = {name: tuple(map(int, data.logical_shape)) for name, data in in_file.items()}
     names = hf_names(str(architecture), shapes, weights.metadata, path=weights._path)
-    source = Relaid(stored, names)
+    source = Relaid(in_file, names)
     found = {}
     for name, where in names.items():
-        data = stored[where.tensor]
+        data = in_file[where.tensor]
         if type(where.layout) is Same:
             found[name] = data
             continue
-        dtype, shape = source.stored(name)
+        dtype, shape = source.dtype_and_shape(name)
         encoding = data.quantization_encoding if dtype == np.uint8 else None
         found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, encoding)
     table = table_of(str(architecture))
@@ -125,7 +127,7 @@ def _narrower(weights: GGUFWeights) -> dict[str, DType]:
     return found
 
 
-def _stored(weights: GGUFWeights) -> dict[str, WeightData]:
+def _tensors_in(weights: GGUFWeights) -> dict[str, WeightData]:
     """The tensors of the file, by the names of its architecture.
 
     In every architecture, weights are multiplied by the scale that is beside them, one tensor of queries, keys

@@ -380,7 +380,7 @@ def _relaid(
         first = stacks[name][0] if name in stacks else sources[name]
         if name in moved:
             check_shape(name, moved[name].layout, tuple(map(int, first.logical_shape)), path)
-        dtype, shape = source.stored(name)
+        dtype, shape = source.dtype_and_shape(name)
         packed = first.quantization_encoding if dtype == np.uint8 else None
         found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, packed)
     return found
