@@ -143,31 +143,6 @@ class DecoderLayer(Module):
         return self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
 
 
-class HybridLayer(DecoderLayer):
-    """A layer with a recurrent mixer where ``config.recurs`` is true for its index, and with attention elsewhere.
-
-    Attributes:
-        recurrent: attribute name and class of the mixer (a :class:`~maxjax.models.decoder.mixer.RecurrentMixer`).
-    """
-
-    recurrent: ClassVar[tuple[str, Any]]
-
-    def make_mixer(self, config: Any, number: int, dtype: DType) -> None:
-        """Makes the recurrent mixer or ``self_attn``."""
-        self.recurs = config.recurs[number]
-        if not self.recurs:
-            return super().make_mixer(config, number, dtype)
-        name, kind = self.recurrent
-        setattr(self, name, kind(config, dtype))
-
-    def mixed(
-        self, x: jax.Array, step: Step, cached: Cached, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """The result of the mixer or of attention, and the cache with these tokens."""
-        mixer = getattr(self, self.recurrent[0]) if self.recurs else self.self_attn
-        return mixer(x, step, cached, layer)
-
-
 class PostNormLayer(DecoderLayer):
     """``h = x + norm(attention(x))``, then ``h + norm(mlp(h))`` (OLMo 2, EXAONE 4)."""
 

@@ -23,44 +23,7 @@ from ...nn.kv_cache.kinds import Place, States
 from ...nn.kv_cache.recurrent import Recurrent
 from ...nn.layer import Module
 from .attention import Cached, Step
-from .norm import norm, unit_rms
-
-
-class MixerLayer(Module):
-    """``x + mixer(norm(x))``: a layer with one operation, and no MLP after it (Mamba 2, Nemotron-H).
-
-    Args:
-        config, number, dtype: as for :class:`~maxjax.models.decoder.block.DecoderLayer`.
-    """
-
-    _mx_carries = True
-
-    def __init__(self, config: Any, number: int, dtype: DType):
-        super().__init__()
-        self.norm = norm(config, dtype)
-        self.mixer = self.make_mixer(config, number, dtype)
-
-    def make_mixer(self, config: Any, number: int, dtype: DType) -> Any:
-        """Makes the operation, which becomes ``mixer``."""
-        raise NotImplementedError(f"{type(self).__name__} does not define make_mixer")
-
-    def normed(self, x: jax.Array) -> jax.Array:
-        """Hidden states, normalised for the operation."""
-        return self.norm(x)
-
-    def mixed(
-        self, x: jax.Array, step: Step, cached: Cached, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """The operation's result for normalised hidden states, and the cache with these tokens."""
-        return self.mixer(x, step, cached, layer)
-
-    def __call__(
-        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
-        x, cached = carry
-        y, cached = self.mixed(self.normed(x), step, cached, layer)
-        return x + y.astype(x.dtype), cached
+from .norm import unit_rms
 
 
 class GatedNorm(Module):
