@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -40,6 +41,11 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
 from .family import Family
+from .gguf.config.read import WINDOWS, layer_types, window_period
+from .gguf.layouts import Plus
+from .gguf.metadata import Settings, unsupported
+from .gguf.names import Rule
+from .gguf.table import GGUFTable
 from .names import DECODER, MULTIMODAL, Drop, Names
 from .parts import (
     CAUSAL,
@@ -239,7 +245,22 @@ class Gemma(LanguageModel):
             self.stack()
 
 
-GEMMA = Gemma.family = Family.of(Gemma, GemmaConfig, names=Names(*DECODER))
+# In GGUF files the weights of norms are those that the norms multiply by.
+_ONE_MORE = Plus(-1.0)
+_GGUF_NORMS = {
+    "output_norm": Rule("model.norm", _ONE_MORE),
+    ".attn_norm": Rule("input_layernorm", _ONE_MORE),
+}
+_GGUF_FIXED = {"hidden_activation": _GELU, "hidden_act": _GELU}
+GEMMA_GGUF = GGUFTable(
+    "gemma",
+    {**_GGUF_NORMS, ".ffn_norm": Rule("post_attention_layernorm", _ONE_MORE)},
+    fixed=_GGUF_FIXED,
+    biases=(),
+    is_tied=True,
+)
+
+GEMMA = Gemma.family = Family.of(Gemma, GemmaConfig, names=Names(*DECODER), gguf=GEMMA_GGUF)
 
 
 # --- Gemma 2: norms after attention and MLP, capped scores and logits, sliding windows -----------
@@ -401,7 +422,72 @@ class Gemma2(LanguageModel):
         return soft_cap(super().logits(x), self.config.final_logit_softcapping)
 
 
-GEMMA2 = Gemma2.family = Family.of(Gemma2, Gemma2Config, names=Names(*DECODER))
+_GGUF_WINDOWS = ("attention.sliding_window", WINDOWS, "final_logit_softcapping")
+_GGUF_NORMS_2 = {
+    **_GGUF_NORMS,
+    ".post_attention_norm": Rule("post_attention_layernorm", _ONE_MORE),
+    ".ffn_norm": Rule("pre_feedforward_layernorm", _ONE_MORE),
+    ".post_ffw_norm": Rule("post_feedforward_layernorm", _ONE_MORE),
+}
+
+
+def query_scalar(given: Settings, config: Mapping[str, Any], largest: int) -> int:
+    """Return the number by whose square root queries are divided.
+
+    llama.cpp recognises the largest models by their number of layers: their scale does not depend on the width of a
+    head.
+    """
+    if config["num_hidden_layers"] == largest:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config["head_dim"]
+
+
+def write_windows(config: Gemma2Config | Gemma3Config, usual: int) -> dict[str, Any]:
+    """Return the metadata of the sliding window, and of its layers if not every ``usual``-th has none."""
+    window = config.sliding_window or config.max_position_embeddings
+    slides = [config.window(i) is not None for i in range(config.num_hidden_layers)]
+    period = window_period(slides, usual)
+    if period is None:
+        raise unsupported("'layer_types' that do not repeat with a full layer at the end")
+    return {"attention.sliding_window": window, **({WINDOWS: period} if period != usual else {})}
+
+
+def _read_gemma2(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the caps and windows. Gemma 2's first files leave them to llama.cpp's defaults."""
+    attn_cap = given.number("attn_logit_softcapping", 50.0, positive=False)
+    final_cap = given.number("final_logit_softcapping", 30.0, positive=False)
+    return {
+        "attn_logit_softcapping": attn_cap or None,
+        "final_logit_softcapping": final_cap or None,
+        "query_pre_attn_scalar": query_scalar(given, config, 46),
+        "sliding_window": given.count("attention.sliding_window", 4096),
+        "layer_types": layer_types(given, config, 2),
+    }
+
+
+def _write_gemma2(config: Gemma2Config) -> dict[str, Any]:
+    """Return the metadata of the caps and windows."""
+    caps = {
+        key: getattr(config, key) for key in ("attn_logit_softcapping", "final_logit_softcapping")
+    }
+    for key, cap in caps.items():
+        if cap is None:  # llama.cpp would use its default
+            raise unsupported(f"Gemma 2 without '{key}' in a GGUF file")
+    return {**caps, **write_windows(config, 2)}
+
+
+GEMMA2_GGUF = GGUFTable(
+    "gemma2",
+    _GGUF_NORMS_2,
+    fixed=_GGUF_FIXED,
+    read=_read_gemma2,
+    write=_write_gemma2,
+    biases=(),
+    is_tied=True,
+    written=(*_GGUF_WINDOWS, "attn_logit_softcapping"),
+)
+
+GEMMA2 = Gemma2.family = Family.of(Gemma2, Gemma2Config, names=Names(*DECODER), gguf=GEMMA2_GGUF)
 
 
 # --- Gemma 3: norms of queries and keys, and a RoPE for each kind of layer -----------------------
@@ -563,10 +649,68 @@ class Gemma3(LanguageModel):
         return soft_cap(super().logits(x), self.config.final_logit_softcapping)
 
 
+def _read_gemma3(
+    given: Settings, tensors: Any, config: dict[str, Any], largest: int = 62
+) -> dict[str, Any]:
+    """Return the cap, windows and Ropes."""
+    window = given.count("attention.sliding_window", 0, minimum=0)
+    cap = given.number("final_logit_softcapping", 0.0, positive=False)
+    return {
+        "final_logit_softcapping": cap or None,
+        "query_pre_attn_scalar": query_scalar(given, config, largest),
+        # Without a window every layer sees all tokens, and any number will do.
+        "sliding_window": window or config["max_position_embeddings"],
+        "layer_types": layer_types(given, config, 6 if window else 1),
+        "rope_local_base_freq": given.number("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _write_gemma3(config: Gemma3Config) -> dict[str, Any]:
+    """Return the metadata of the cap, windows and Ropes."""
+    if config.local_rope_parameters.scaling is not None:
+        raise unsupported("rope scaling in sliding-window layers of a GGUF file")
+    cap = config.final_logit_softcapping
+    found = {"final_logit_softcapping": cap} if cap is not None else {}
+    found["rope.freq_base_swa"] = config.local_rope_parameters.theta
+    return {**found, **(write_windows(config, 6) if config.sliding_window else {})}
+
+
+_GGUF_NORMS_3 = {
+    **_GGUF_NORMS_2,
+    ".attn_q_norm": Rule("self_attn.q_norm", _ONE_MORE),
+    ".attn_k_norm": Rule("self_attn.k_norm", _ONE_MORE),
+}
+EMBEDDING_GGUF = GGUFTable(
+    "gemma-embedding",
+    {**_GGUF_NORMS_3, "dense_2": "dense_2", "dense_3": "dense_3"},
+    fixed={
+        **_GGUF_FIXED,
+        "architectures": ["Gemma3TextModel"],
+        "use_bidirectional_attention": True,
+    },
+    read=partial(_read_gemma3, largest=0),
+    write=_write_gemma3,
+    biases=(),
+    written=(*_GGUF_WINDOWS, "rope.freq_base_swa", "pooling_type", "attention.causal"),
+)
+GEMMA3_GGUF = GGUFTable(
+    "gemma3",
+    _GGUF_NORMS_3,
+    fixed=_GGUF_FIXED,
+    read=_read_gemma3,
+    write=_write_gemma3,
+    biases=(),
+    written=(*_GGUF_WINDOWS, "rope.freq_base_swa"),
+    instead=lambda config: ("gemma-embedding", {}) if config.use_bidirectional_attention else None,
+    variants=(EMBEDDING_GGUF,),
+)
+
 GEMMA3 = Gemma3.family = Family.of(
     Gemma3,
     Gemma3Config,
     "Gemma3ForCausalLM",
     "Gemma3TextModel",
+    # EmbeddingGemma's dense layers in GGUF files belong to its pooling.
     names=Names(*MULTIMODAL, Drop("dense_2.*", "dense_3.*"), *DECODER),
+    gguf=GEMMA3_GGUF,
 )

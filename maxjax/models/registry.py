@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -366,8 +367,11 @@ def of_gguf(name: str) -> Family:
     """
     added = [(key, one) for key, one in reversed(ENTRIES.items()) if one.family is not None]
     rows = ((key, one) for key, one in (*added, *_BUILT_IN) if name in one.gguf.split())
-    tables = (one for one in _loaded(rows) if one.gguf is not None)
-    return next((one for one in tables if one.gguf.architecture == name), None)
+    for one in _loaded(rows):
+        for table in () if one.gguf is None else (one.gguf, *one.gguf.variants):
+            if table.architecture == name:
+                return one if table is one.gguf else replace(one, gguf=table)
+    return None
 
 
 def gguf_of(model_type: str) -> str | None:

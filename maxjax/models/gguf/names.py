@@ -57,7 +57,6 @@ class Source:
 
 
 Table = Mapping[str, Sequence[Rule]]
-_ONE_ADDED = Plus(-1.0)
 
 
 Names = Mapping[str, str | Rule | Sequence[Rule] | None]
@@ -78,27 +77,23 @@ def _table(layer: str, rules: Names) -> Table:
     return found
 
 
-def decoder_table(
-    rules: Names, norm: Layout | None = None, layer: str = "model.layers.*."
-) -> Table:
+def decoder_table(rules: Names, layer: str = "model.layers.*.") -> Table:
     """The table of a decoder: the names that all Llama-like decoders share, changed by ``rules``.
 
     Args:
         rules: names to add or replace; None removes a name.
-        norm: change of the values of norms.
         layer: prefix of Hugging Face's names of a layer's tensors.
     """
-    norm = Same() if norm is None else norm
     shared = {
         "token_embd": "model.embed_tokens",
-        "output_norm": Rule("model.norm", norm),
+        "output_norm": "model.norm",
         "output": "lm_head",
-        ".attn_norm": Rule("input_layernorm", norm),
+        ".attn_norm": "input_layernorm",
         ".attn_q": "self_attn.q_proj",
         ".attn_k": "self_attn.k_proj",
         ".attn_v": "self_attn.v_proj",
         ".attn_output": "self_attn.o_proj",
-        ".ffn_norm": Rule("post_attention_layernorm", norm),
+        ".ffn_norm": "post_attention_layernorm",
         ".ffn_gate": "mlp.gate_proj",
         ".ffn_up": "mlp.up_proj",
         ".ffn_down": "mlp.down_proj",
@@ -172,11 +167,6 @@ HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_n
 # The last layer of a reranker's head.
 CLASSIFIER = "cls.output"
 _QWEN_EXPERTS = expert_names()
-_GEMMA2_NORMS = {
-    ".post_attention_norm": Rule("post_attention_layernorm", _ONE_ADDED),
-    ".ffn_norm": Rule("pre_feedforward_layernorm", _ONE_ADDED),
-    ".post_ffw_norm": Rule("post_feedforward_layernorm", _ONE_ADDED),
-}
 
 _BUILT_IN: dict[str, Table] = {
     # Llama 1 to 3, Mistral, Mixtral, whose queries and keys are permuted.
@@ -196,21 +186,6 @@ _BUILT_IN: dict[str, Table] = {
     ),
     "qwen3": _decoder({**HEAD_NORMS, CLASSIFIER: "score"}),
     "qwen3moe": _decoder({**HEAD_NORMS, **_QWEN_EXPERTS}),
-    "gemma": _decoder({}, norm=_ONE_ADDED),
-    "gemma2": _decoder(_GEMMA2_NORMS, norm=_ONE_ADDED),
-    "gemma3": _decoder(
-        {**_GEMMA2_NORMS, **{k: Rule(v, _ONE_ADDED) for k, v in HEAD_NORMS.items()}},
-        norm=_ONE_ADDED,
-    ),
-    "gemma-embedding": _decoder(
-        {
-            **_GEMMA2_NORMS,
-            "dense_2": "dense_2",
-            "dense_3": "dense_3",
-            **{k: Rule(v, _ONE_ADDED) for k, v in HEAD_NORMS.items()},
-        },
-        norm=_ONE_ADDED,
-    ),
     "gpt2": _table(
         "transformer.h.*.",
         {

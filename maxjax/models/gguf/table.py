@@ -93,6 +93,7 @@ class GGUFTable(MetadataTable):
             applied before tensors are renamed.
         instead: function of the family's config for models that are written as another architecture:
             it returns (architecture, changed config fields), or None to keep this architecture.
+        variants: tables of further architectures whose files hold models of this family.
 
     Example:
         >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
@@ -119,6 +120,7 @@ class GGUFTable(MetadataTable):
     join: Callable[[Settings, Tensors], Tensors] | None = None
     split: Callable[[Any, Tensors], Tensors] | None = None
     instead: Callable[[Any], tuple[str, Mapping[str, Any]] | None] | None = None
+    variants: Sequence[GGUFTable] = ()
 
     @cached_property
     def names(self) -> Mapping[str, Sequence[Rule]]:

@@ -22,7 +22,7 @@ from ...graph.weights import WeightData
 from ..parts.rotary import rope_settings
 from .config.families import FamilyConfig, read_config
 from .config.llama_cpp import check_read
-from .config.read import POOLING, WINDOWS, hf_config
+from .config.read import POOLING, WINDOWS, hf_config, window_period
 from .config.rope import rope_keys
 from .metadata import unsupported
 from .table import GGUFTable, table_of
@@ -36,12 +36,11 @@ _PLAIN = {DType.float32: "F32", DType.float16: "F16", DType.bfloat16: "BF16"}
 _QUANTIZATION_VERSION = 2
 # Settings that GGUF has no key for, with the only values that a GGUF file can represent.
 _ROPE = {"partial_rotary_factor": 1.0, "use_sliding_window": False}
-_GEMMA = {**_ROPE, "use_bidirectional_attention": False}
 _FIXED: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
              "add_cross_attention": False},
     "bert": {"is_decoder": False, "add_cross_attention": False},
-    "gemma": _GEMMA, "gemma2": _GEMMA, "gemma3": _GEMMA, "gemma-embedding": _ROPE, "llama": _ROPE,
+    "llama": _ROPE,
 }  # fmt: skip
 # Settings that the round trip does not compare: they are stored elsewhere, may be spelled differently, or
 # are checked separately.
@@ -182,9 +181,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
         found |= _experts(model)
     if table_of(model.architecture) is not None:
         return found | _of_table(table, model, path)
-    if model.architecture in ("gemma2", "gemma3", "gemma-embedding"):
-        found |= _gemma(model, path)
-    elif model.architecture == "llama" and any(model.slides):  # Mistral and Mixtral
+    if model.architecture == "llama" and any(model.slides):  # Mistral and Mixtral
         found["attention.sliding_window"] = size.sliding_window
     return found
 
@@ -210,18 +207,21 @@ def _of_table(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any
         value = getattr(size, fields[name]) if name in fields else model.settings.get(name)
         if value is not None:
             found[key] = value
+    more = dict(table.write(size) if table.write is not None else {})
     slides = model.slides
-    if table.lists_windows:
+    if "attention.sliding_window" in more:
+        pass
+    elif table.lists_windows:
         found["attention.sliding_window"] = size.sliding_window or size.max_position_embeddings
         found[WINDOWS] = slides
     elif any(slides) and not ("attention.sliding_window" in found and all(slides)):
-        if table.period is None or _period(slides, table.period) != table.period:
+        if table.period is None or window_period(slides, table.period) != table.period:
             raise unsupported(
                 f"a sliding window in layers that llama.cpp's {table.architecture!r} gives none",
                 path,
             )
         found["attention.sliding_window"] = size.sliding_window
-    return found | dict(table.write(size) if table.write is not None else {})
+    return found | more
 
 
 def _experts(model: FamilyConfig) -> dict[str, Any]:
@@ -234,48 +234,11 @@ def _experts(model: FamilyConfig) -> dict[str, Any]:
     return found
 
 
-def _gemma(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    """The soft caps, the sliding window and its layers of Gemma 2 and 3."""
-    found: dict[str, Any] = {}
-    size, is_third = model.config, model.architecture != "gemma2"
-    if not is_third:
-        found["attn_logit_softcapping"] = size.attn_logit_softcapping
-    if size.final_logit_softcapping:
-        found["final_logit_softcapping"] = size.final_logit_softcapping
-    if is_third:
-        if model.settings.get("attn_logit_softcapping"):
-            raise unsupported("Gemma 3 with 'attn_logit_softcapping' in a GGUF file", path)
-        if model.local_rope.scaling is not None:
-            raise unsupported("rope scaling in sliding-window layers of a GGUF file", path)
-        found["rope.freq_base_swa"] = model.local_rope.theta
-        if not any(model.slides):
-            return found
-    window = model.settings.get("sliding_window") or size.max_position_embeddings
-    found["attention.sliding_window"] = window
-    usual = 6 if is_third else 2
-    period = _period(model.slides, usual)
-    if period is None:
-        raise unsupported("'layer_types' that do not repeat with a full layer at the end", path)
-    if period != usual:
-        found[WINDOWS] = period
-    return found
-
-
-def _period(slides: list[bool], usual: int) -> int | None:
-    """n, where every n-th layer has full attention, as in llama.cpp; None if there is no such n."""
-    for period in (usual, *range(1, len(slides) + 2)):
-        if slides == [bool((i + 1) % period) for i in range(len(slides))]:
-            return period
-    return None
-
-
 def _check_windows(model: FamilyConfig, path: Any) -> None:
     """Refuses layers with a sliding window if GGUF has no key that lists them."""
     listed = model.settings.get("layer_types")
     # The layers of these are compared where keys are written.
-    own = ("gemma2", "gemma3", "gemma-embedding")
-    compared = model.architecture in own or table_of(model.architecture) is not None
-    if isinstance(listed, list) and not compared:
+    if isinstance(listed, list) and table_of(model.architecture) is None:
         kinds = {kind for kind in listed if isinstance(kind, str)}
         alike = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
         if kinds - {"full_attention"} and not alike:

@@ -145,12 +145,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         what = f"model_type {str(kind)[:80]!r} in a GGUF file (maxjax supports {known})"
         raise unsupported(what, path)
     family = next(of_model_type(kind)).config
-    if kind == "gemma3_text" and config.get("use_bidirectional_attention"):
-        architecture = "gemma-embedding"
     values = {**family.defaults(), **config}
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if kind == "gemma2" and not values[key]:  # llama.cpp would use its default then
-            raise unsupported(f"Gemma 2 without '{key}' in a GGUF file", path)
     for field in dataclasses.fields(family):
         key, others = field.metadata.get("key") or field.name, field.metadata.get("also", ())
         said = [config[name] for name in (key, *others) if config.get(name) is not None]

@@ -24,7 +24,6 @@ _COMMON = """
 """.split()
 _RMS = "attention.layer_norm_rms_epsilon"
 _MEAN = "attention.layer_norm_epsilon"
-_SWA = "attention.sliding_window attention.sliding_window_pattern final_logit_softcapping"
 _MOE = "expert_feed_forward_length"
 
 # The keys of each architecture, without the prefix of its name.
@@ -36,10 +35,6 @@ _KEYS = {
         "qwen2moe": f"{_RMS} {_MOE} expert_shared_feed_forward_length",
         "qwen3": f"{_RMS} pooling_type",
         "qwen3moe": f"{_RMS} {_MOE}",
-        "gemma": _RMS,
-        "gemma2": f"{_RMS} {_SWA} attn_logit_softcapping",
-        "gemma3": f"{_RMS} {_SWA} rope.freq_base_swa",
-        "gemma-embedding": f"{_RMS} {_SWA} rope.freq_base_swa pooling_type attention.causal",
         "gpt2": _MEAN,
         "bert": f"{_MEAN} attention.causal pooling_type",
     }.items()
@@ -57,12 +52,11 @@ _HEADS = ("attn_q", "attn_k", "attn_v")
 _BUILT_IN_BIASES: Mapping[str, Collection[str]] = {
     "llama": (*_HEADS, "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     "qwen2": _HEADS, "qwen2moe": _HEADS,
-    "qwen3": (), "qwen3moe": (), "gemma": (), "gemma2": (), "gemma3": (),
-    "gemma-embedding": (),
+    "qwen3": (), "qwen3moe": (),
 }  # fmt: skip
 _BIASES = ByArchitecture(_BUILT_IN_BIASES, lambda family: family.gguf.biases)
 # Whether the head is always the embedding table, whatever else is in the file.
-_TIED = ByArchitecture({"gemma": True, "gemma2": True}, lambda family: family.gguf.is_tied)
+_TIED = ByArchitecture({}, lambda family: family.gguf.is_tied)
 # Whether RoPE's frequencies may have divisors.
 _DIVIDED = ByArchitecture({"llama": True}, lambda family: family.gguf.is_divided)
 _LAYER = re.compile(r"blk\.\d+\.")

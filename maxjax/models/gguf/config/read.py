@@ -41,9 +41,6 @@ _FILE_TYPES = {0: "float32", 1: "float16"}
 POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # Key of the layers with a sliding window: n, where every n-th layer has none, or a list of flags.
 WINDOWS = "attention.sliding_window_pattern"
-# llama.cpp recognises Gemma's largest models by their number of layers: their scale of queries does
-# not depend on the width of a head.
-_GEMMA_27B = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +124,9 @@ def hf_config(
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if model.is_decoder:
         config |= _decoder(given, tensors, required(divisors, tensors), model.table)
-        if model.architecture.endswith("ForCausalLM") and not given.flag("attention.causal", True):
+        if config["architectures"][0].endswith("ForCausalLM") and not given.flag(
+            "attention.causal", True
+        ):
             config["is_causal"] = False
     if model.table.read is not None:
         config |= model.table.read(given, tensors, config)
@@ -186,7 +185,7 @@ def _decoder(
     window = given.count("attention.sliding_window", 0, minimum=0) if table.period else 0
     if table.period and window:
         found["sliding_window"] = window
-        found["layer_types"] = _layer_types(given, found, table.period)
+        found["layer_types"] = layer_types(given, found, table.period)
     return found
 
 
@@ -302,41 +301,8 @@ def _experts(given: Settings) -> Config:
     return {"num_experts": experts, "num_experts_per_tok": used}
 
 
-def _gemma2(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """The settings of Gemma 2. Its first files leave soft caps and window to llama.cpp's defaults."""
-    return {
-        "attn_logit_softcapping": given.number("attn_logit_softcapping", 50.0, positive=False)
-        or None,
-        "final_logit_softcapping": given.number("final_logit_softcapping", 30.0, positive=False)
-        or None,
-        "query_pre_attn_scalar": _query_scalar(given, config),
-        "sliding_window": given.count("attention.sliding_window", 4096),
-        "layer_types": _layer_types(given, config, 2),
-    }
-
-
-def _gemma3(given: Settings, tensors: Shapes, config: Config) -> Config:
-    window = given.count("attention.sliding_window", 0, minimum=0)
-    cap = given.number("final_logit_softcapping", 0.0, positive=False)
-    return {
-        "final_logit_softcapping": cap or None,
-        "query_pre_attn_scalar": _query_scalar(given, config),
-        # Without a window every layer sees all tokens, and any number will do.
-        "sliding_window": window or config["max_position_embeddings"],
-        "layer_types": _layer_types(given, config, 6 if window else 1),
-        "rope_local_base_freq": given.number("rope.freq_base_swa", 10_000.0),
-    }
-
-
-def _query_scalar(given: Settings, config: Config) -> int:
-    """The number by whose square root queries are divided."""
-    if config["num_hidden_layers"] == _GEMMA_27B[given.prefix[:-1]]:
-        return config["hidden_size"] // config["num_attention_heads"]
-    return config["head_dim"]
-
-
-def _layer_types(given: Settings, config: Config, period: int) -> list[str]:
-    """The kinds of the layers: all but every ``period``-th slide, unless the file has another pattern."""
+def layer_types(given: Settings, config: Config, period: int) -> list[str]:
+    """Return the kinds of the layers: all but every ``period``-th slide, unless the file has another pattern."""
     layers, pattern = config["num_hidden_layers"], given.any(WINDOWS, None)
     if isinstance(pattern, list):
         slides = given.items(WINDOWS, bool)
@@ -346,6 +312,23 @@ def _layer_types(given: Settings, config: Config, period: int) -> list[str]:
         period = given.count(WINDOWS, period)
         slides = [bool((i + 1) % period) for i in range(layers)]
     return ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+
+def window_period(slides: Sequence[bool], usual: int) -> int | None:
+    """Return n, where every n-th layer has full attention, as in llama.cpp; None if there is no such n.
+
+    Args:
+        slides: whether each layer has a sliding window.
+        usual: the n to prefer.
+
+    Example:
+        >>> window_period([True, True, False], 6), window_period([False, True], 6)
+        (3, None)
+    """
+    for period in (usual, *range(1, len(slides) + 2)):
+        if list(slides) == [bool((i + 1) % period) for i in range(len(slides))]:
+            return period
+    return None
 
 
 def _gpt2(given: Settings, tensors: Shapes, config: Config) -> Config:
@@ -399,7 +382,6 @@ def _bert(given: Settings, tensors: Shapes, config: Config) -> Config:
     }
 
 
-_GEMMA_ACTS: Config = {"hidden_activation": _GELU, "hidden_act": _GELU}
 _SILU: Config = {"hidden_act": "silu"}
 _QWEN: Config = {**_SILU, "use_sliding_window": False}
 _SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -418,12 +400,6 @@ _BUILT_IN = {
         "qwen3": ("qwen3", "Qwen3ForCausalLM", _QWEN, _qwen3),
         "qwen3moe": (
             "qwen3_moe", "Qwen3MoeForCausalLM", {**_SPARSE, "norm_topk_prob": True}, _qwen_moe
-        ),
-        "gemma": ("gemma", "GemmaForCausalLM", _GEMMA_ACTS, None),
-        "gemma2": ("gemma2", "Gemma2ForCausalLM", _GEMMA_ACTS, _gemma2),
-        "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _GEMMA_ACTS, _gemma3),
-        "gemma-embedding": (
-            "gemma3_text", "Gemma3TextModel", {**_GEMMA_ACTS, "use_bidirectional_attention": True}, _gemma3
         ),
         "gpt2": ("gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2),
         "bert": (

@@ -88,7 +88,7 @@ REFUSED = {
         {},
         "use_sliding_window|layer_types",
     ),
-    "caps": ("Gemma2", GEMMA3, {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping"),
+    "caps": ("Gemma2", {**GEMMA3, "attn_logit_softcapping": None}, {}, "without .attn_logit_softcapping"),
     "scale": ("Gemma2", {**GEMMA3, "query_pre_attn_scalar": 20}, {}, "query_pre_attn_scalar"),
     "part": ("Llama", {}, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "part of rope": (
