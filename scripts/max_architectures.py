@@ -1,6 +1,6 @@
 """Whole architectures of MAX's own files on maxjax, against transformers: `python scripts/max_architectures.py`.
 
-    pip install max==26.7.0                                  # into an environment of its own
+    pip install max==26.7.0 msgspec                          # into an environment of its own
     python scripts/max_architectures.py --max ENV/lib/python3.11/site-packages
     python scripts/max_architectures.py --max … --table      # as the table of docs/coming-from-max.md
     python scripts/max_architectures.py --max … llama3 phi3  # only these
@@ -13,7 +13,8 @@ and writes it as a checkpoint. Then MAX's own code reads the settings, adapts th
 loads it and traces its Graph; maxjax compiles that. Two sequences of different lengths run: their prompts in
 one ragged batch, then token after token, with paged caches whose pages are in random order. Every logit of the
 prompts and of the last tokens is compared with transformers, which runs each sequence alone; the figure is the
-largest difference. Of encoders the hidden states are compared, of two texts in one batch.
+largest difference. Of encoders the hidden states are compared, of two texts in one batch. Of models that see, the
+text half runs under the model's name, and the vision encoder under this name with ``-images``.
 Needs torch and transformers (scripts/setup.sh --oracles).
 """
 
@@ -196,11 +197,11 @@ ARCHITECTURES = {
         "text_config": {"model_type": "mistral", "head_dim": 32, "sliding_window": None}}),
     "pixtral": Architecture("LlavaForConditionalGeneration", {
         "text_config": {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
-        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16, "hidden_act": "silu"},
         "image_token_index": IMAGE, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
     "idefics3": Architecture("Idefics3ForConditionalGeneration", {
         "text_config": {"model_type": "llama"}, "vision_config": VISION, "scale_factor": 2,
-        "image_token_id": IMAGE}),
+        "image_token_id": IMAGE}, wide=("model",)),
     "gemma3multimodal": Architecture("Gemma3ForConditionalGeneration", {
         "text_config": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2,
                         "query_pre_attn_scalar": 32},
@@ -217,7 +218,7 @@ ARCHITECTURES = {
     "internvl": Architecture("InternVLForConditionalGeneration", {
         "tie_word_embeddings": False, "text_config": {"model_type": "qwen2"},
         "vision_config": VISION | {"image_size": [32, 32], "patch_size": [8, 8]}, "image_token_id": IMAGE},
-        named="InternVLChatModel", hub=internvl_file, keys=lambda config: {
+        wide=("internvl",), named="InternVLChatModel", hub=internvl_file, keys=lambda config: {
             "llm_config": config.text_config, "vision_config.image_size": 32, "vision_config.patch_size": 8,
             "vision_config.norm_type": "layer_norm", "vision_config.qk_normalization": False}),
     "qwen2_5vl": Architecture("Qwen2_5_VLForConditionalGeneration", QWEN_TOKENS | {
@@ -639,6 +640,88 @@ def compare_encoder(name: str) -> dict[str, Any]:
             "spread": float(np.std(states[0]))}  # fmt: skip
 
 
+# The end of the name of an architecture whose vision encoder is run.
+IMAGES = "-images"
+
+
+class Tower(NamedTuple):
+    """How the vision encoder of an architecture is run.
+
+    Attributes:
+        inputs: function of an image ``[3, side, side]``, which returns the inputs of MAX's graph.
+        features: function of transformers' model and the image as a torch tensor ``[1, 3, side, side]``, which returns
+            the states that replace the tokens of an image.
+    """
+
+    inputs: Callable[[np.ndarray], list[np.ndarray]]
+    features: Callable[[Any, Any], Any]
+
+
+def patches(image: np.ndarray) -> np.ndarray:
+    """The patches of an image, ``[rows, columns, 3, size, size]``."""
+    size = VISION["patch_size"]
+    count = image.shape[1] // size
+    return image.reshape(3, count, size, count, size).transpose(1, 3, 0, 2, 4)
+
+
+def flat_patches(image: np.ndarray) -> list[np.ndarray]:
+    """The patches of one image as vectors, their mask, and their positions."""
+    each = patches(image)
+    count = each.shape[0] * each.shape[1]
+    return [each.reshape(count, -1), np.zeros([1, 1, count, count]), np.arange(count)]
+
+
+TOWERS = {
+    "pixtral": Tower(
+        flat_patches,
+        lambda model, image: model.get_image_features(
+            image, image_sizes=[image.shape[2:]]
+        ).pooler_output[0],
+    ),
+    "idefics3": Tower(
+        lambda image: [image[None]],
+        lambda model, image: model.get_image_features(image[None]).pooler_output[0],
+    ),
+    "internvl": Tower(
+        lambda image: [patches(image)[None]],
+        lambda model, image: model.get_image_features(image).pooler_output[0],
+    ),
+}
+
+
+def compare_tower(name: str) -> dict[str, Any]:
+    """Runs the vision encoder of one architecture: the largest difference for one image; it decodes nothing."""
+    import torch
+
+    from maxjax.engine import InferenceSession
+
+    one = ARCHITECTURES[name]
+    theirs = theirs_of(one)
+    image = np.random.default_rng(2).standard_normal([3, *[VISION["image_size"]] * 2], np.float32)
+    with torch.no_grad():
+        wanted = TOWERS[name].features(theirs, torch.tensor(image[None])).numpy()
+    with tempfile.TemporaryDirectory() as directory:
+        file = checkpoint_of(theirs, one, Path(directory))
+        pipeline = pipeline_of(one, one.folder or name, theirs.config, file, 1, False)
+        pipeline.kv_params = cache_settings(pipeline)
+        config = pipeline._create_model_config(pipeline._load_state_dict())
+        spec = pipeline.graph_specs(config)["vision"]
+        program = InferenceSession().load(spec.trace(), weights_registry=spec.weights_registry())
+        inputs = TOWERS[name].inputs(image)
+        given = [
+            np.asarray(x, kind.dtype.np) for x, kind in zip(inputs, spec.input_types, strict=False)
+        ]
+        given += [zeros(kind) for kind in spec.input_types[len(given) :]]
+        found = program.execute(*given)[0].to_numpy()
+    error = np.abs(found.reshape(wanted.shape) - wanted).max()
+    return {
+        "name": name + IMAGES,
+        "prefill": float(error),
+        "decode": 0.0,
+        "spread": float(np.std(wanted)),
+    }
+
+
 class Part(NamedTuple):
     """The settings for the run of a part of a pipeline, which has no architecture of its own in MAX's files.
 
@@ -801,8 +884,9 @@ def main() -> int:
         parser.error(f"--apart needs --devices {len(LENGTHS)}, one for each sequence")
     flag = f"--xla_force_host_platform_device_count={options.devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    names = options.names or [*ARCHITECTURES, *PARTS]
-    if unknown := set(names) - ARCHITECTURES.keys() - PARTS.keys():
+    towers = [name + IMAGES for name in TOWERS]
+    names = options.names or [*ARCHITECTURES, *PARTS, *towers]
+    if unknown := set(names) - ARCHITECTURES.keys() - PARTS.keys() - set(towers):
         parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
     site = installation(options.max)
     if site is None:
@@ -822,7 +906,9 @@ def main() -> int:
     failed = False
     for name in names:
         try:
-            if name in PARTS:
+            if name.endswith(IMAGES):
+                one = compare_tower(name.removesuffix(IMAGES))
+            elif name in PARTS:
                 one = compare_part(name)
             elif ARCHITECTURES[name].is_encoder:
                 one = compare_encoder(name)
