@@ -18,7 +18,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 import maxjax
-from maxjax.models.multimodal import ARCHITECTURES, SIGHT, TEXTS
+from maxjax.models.multimodal import ARCHITECTURES, TEXTS
+from maxjax.models.names import VISION_PATTERNS
 from scripts.family_snapshot import Snapshot
 from scripts.random_decoders import generator, respelled, within
 from tests.engine import sentence_models
@@ -181,7 +182,7 @@ def other_parts() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     return {
         name.replace("*", "weight"): rng.normal(0, 1, (2, 3)).astype(np.float32)
-        for name in SIGHT[::3]
+        for name in VISION_PATTERNS[::3]
     }
 
 

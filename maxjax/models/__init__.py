@@ -17,7 +17,6 @@ if _TYPE_CHECKING:
     from .construct import config_beside as config_beside
     from .decoder.config import DecoderConfig as DecoderConfig
     from .decoder.model import Decoder as Decoder
-    from .decoder.model import DecoderFamily as DecoderFamily
     from .encoder.config import EncoderConfig as EncoderConfig
     from .encoder.model import Encoder as Encoder
     from .encoder.model import EncoderOutput as EncoderOutput
@@ -44,7 +43,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "config": "ModelConfig read_object",
         "construct": "build config_beside",
         "decoder.config": "DecoderConfig",
-        "decoder.model": "Decoder DecoderFamily",
+        "decoder.model": "Decoder",
         "encoder.config": "EncoderConfig",
         "encoder.model": "Encoder EncoderOutput",
         "family": "Family PretrainedModel one_head tensors",

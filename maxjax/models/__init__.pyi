@@ -23,7 +23,6 @@ from .deberta_v2 import DebertaV2ForSequenceClassification as DebertaV2ForSequen
 from .deberta_v2 import DebertaV2Model as DebertaV2Model
 from .decoder.config import DecoderConfig as DecoderConfig
 from .decoder.model import Decoder as Decoder
-from .decoder.model import DecoderFamily as DecoderFamily
 from .deepseek import DeepseekV2 as DeepseekV2
 from .deepseek import DeepseekV2Config as DeepseekV2Config
 from .deepseek import DeepseekV3 as DeepseekV3

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..errors import UnsupportedModelError
-from .names import MULTIMODAL, VISION_PATTERNS, Names
+from .names import MULTIMODAL, Names
 
-SIGHT = VISION_PATTERNS
 _TEXT = Names(*MULTIMODAL)
 T = TypeVar("T")
 # Keys outside ``text_config`` that apply to the text model too.

@@ -22,7 +22,7 @@ MODULES = """
     maxjax.dtype maxjax.distributed maxjax.errors maxjax.interop.trees
     maxjax.models.config maxjax.models.pooling maxjax.models.llama
     maxjax.models.decoder.attention maxjax.models.decoder.block maxjax.models.decoder.config
-    maxjax.models.decoder.expert_files maxjax.models.decoder.experts
+    maxjax.models.decoder.experts maxjax.models.fused_experts maxjax.models.names
     maxjax.models.decoder.model maxjax.nn.stacked_linear
 """.split()
 

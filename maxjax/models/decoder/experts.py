@@ -3,7 +3,7 @@
 A family defines how experts are chosen (``SparseMLP.routes``, a ``Routing``), what they compute
 (``SparseMLP.kind``), which MLP all tokens go through (``SparseMLP.shared``), and the checkpoint's names.
 Files hold each expert's linear layers as separate tensors, or those of all experts of a layer as
-one tensor (``expert_files.py``).
+one tensor (``fused_experts``).
 
 Shapes: N tokens, hidden size E, X experts with F inner features, k experts for each token.
 

@@ -18,21 +18,12 @@ from ...graph.device import DeviceRef
 from ...nn.embedding import Embedding
 from ...nn.layer import LayerList, LayerStack, Module
 from ..family import Family
-from ..names import MULTIMODAL, Drop, Headless, Names, Prefix, Rename, Row
 from ..parts.cache import LayerCache
 from ..parts.language_model import LanguageModel
 from .attention import Cached, Step
 from .block import DecoderLayer
 from .config import DecoderConfig
 from .norm import norm
-
-# Tables of RoPE frequencies, which old files hold and maxjax computes.
-KNOWN = ("*rotary_emb.inv_freq",)
-# Files of a model without its head (an embedding model, for example) leave out this prefix.
-BARE = ("model.", ("embed_tokens.", "layers.", "norm."))
-
-# JAX's platforms that are GPUs.
-_GPUS = ("gpu", "cuda", "rocm")
 
 
 class DecoderModel(Module):
@@ -165,26 +156,6 @@ class Decoder(LanguageModel):
             logits = logits * self.config.logit_scale
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-class DecoderFamily:
-    """The former way to make a Family of decoders: its keywords become rows of a table of names."""
-
-    first: tuple[Row, ...] = ()
-
-    @classmethod
-    def of(
-        cls, model: Any, config: Any, *architectures: str, bare: Any = BARE, ignored: Any = KNOWN,
-        sight: Any = (), prefixes: Any = (), renamed: Any = (), heads: Any = (), beside: Any = (),
-        **settings: Any,
-    ) -> Family:  # fmt: skip
-        """See :meth:`Family.of`."""
-        names = Names(
-            *cls.first, *(MULTIMODAL if sight else ()), Prefix(dict.fromkeys(prefixes, "")),
-            Drop(*heads, head=True), Drop(*beside, kept=True), Drop(*ignored), Headless(*bare),
-            Rename(dict(renamed)),
-        )  # fmt: skip
-        return Family.of(model, config, *architectures, names=names, **settings)
 
 
 # The family of models that are made in code; no checkpoint names it.
