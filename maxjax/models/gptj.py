@@ -75,7 +75,7 @@ class GPTJConfig(LanguageModelConfig):
     n_head: int = size(16, aliases=("num_attention_heads",))
     head_dim: int = constant(None)
     n_positions: int = config_field(2048, minimum=1, aliases=("max_position_embeddings",))
-    rotary_dim: int = config_field(64, minimum=1)
+    rotary_dim: int = size(64)
     layer_norm_epsilon: float = 1e-5
     activation_function: str = "gelu_new"
     tie_word_embeddings: bool = False

@@ -110,4 +110,14 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return x + y + self.mlp(h)", "return x + y + 0.5 * self.mlp(h)"),
         ],
     },
+    "opt": {
+        "opt": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(self.fc1(x))", "self.fc1(x)"),
+            ("FIRST_ROW + learned_rows", "1 + FIRST_ROW + learned_rows"),
+            ("x = self.self_attn_layer_norm(x + y)", "x = x + self.self_attn_layer_norm(y)"),
+            ("self.final_layer_norm(x + self.mlp(x))", "x + self.mlp(self.final_layer_norm(x))"),
+            ("attend(q, k, v, cache", "attend(k, q, v, cache"),
+        ],
+    },
 }

@@ -12,6 +12,7 @@ from maxjax.errors import UserInputError
 from maxjax.models import Decoder, DecoderConfig, Llama, LlamaConfig, find_family
 from maxjax.models.bert import BertConfig, BertForSequenceClassification
 from maxjax.models.find import text_of
+from maxjax.models.parts.aliases import Alias
 from maxjax.models.registry import all_families
 from maxjax.models.written import config_of, written
 from tests.models.families import draws
@@ -74,7 +75,12 @@ def test_settings_of_the_defaults_come_back(name):
         "num_hidden_layers": 6,
         "num_attention_heads": 8,
         "num_kv_shared_layers": 0,
+        "rotary_dim": 4,
     }
+    # GPT-2, for example, has n_embd.
+    aliases = {key: getattr(family.config, key, None) for key in sizes}
+    spelled = {key: one.name if isinstance(one, Alias) else key for key, one in aliases.items()}
+    sizes = {spelled[key]: value for key, value in sizes.items()}
     fields = {one.name for one in dataclasses.fields(family.config) if not one.metadata.get("own")}
     config = family.config(**{key: value for key, value in sizes.items() if key in fields})
     assert family.config.from_dict(json.loads(json.dumps(written(config)))) == config
