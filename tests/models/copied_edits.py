@@ -120,4 +120,182 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("attend(q, k, v, cache", "attend(k, q, v, cache"),
         ],
     },
+    "olmo2": {
+        "olmo2": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles[self.kind]), rope", "rope(q[..., ::-1], angles[self.kind]), rope"),
+            ("x + self.post_attention_layernorm(y)", "x + y"),
+            ("self.q_norm(q.astype(x.dtype)), ", "q.astype(x.dtype), "),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "exaone4": {
+        "exaone4": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("q, k = self.q_norm(q), self.k_norm(k)", "k = self.k_norm(k)"),
+            ("x + self.post_attention_layernorm(y)", "x + y"),
+            ("x + self.post_feedforward_layernorm(self.mlp(x))", "x + self.mlp(x)"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "smollm3": {
+        "smollm3": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            (
+                "x + self.mlp(self.post_attention_layernorm(x))",
+                "x + 0.5 * self.mlp(self.post_attention_layernorm(x))",
+            ),
+            ("        if self.uses_rope:", "        if True:"),
+        ],
+    },
+    "ministral3": {
+        "ministral3": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles, growth)",
+                "self.self_attn(x, cache, angles, growth)",
+            ),
+            (
+                "x + self.mlp(self.post_attention_layernorm(x))",
+                "x + 0.5 * self.mlp(self.post_attention_layernorm(x))",
+            ),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "cohere": {
+        "cohere": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("return x + y + self.mlp(h), cache", "return x + y + self.mlp(x), cache"),
+            ("super().logits(x) * self.config.logit_scale", "super().logits(x)"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "glm4": {
+        "glm4": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("x + self.post_self_attn_layernorm(y)", "x + y"),
+            ("x + self.post_mlp_layernorm(y)", "x + y"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "phi3": {
+        "phi3": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            (
+                "x + self.mlp(self.post_attention_layernorm(x))",
+                "x + 0.5 * self.mlp(self.post_attention_layernorm(x))",
+            ),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "helium": {
+        "helium": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            (
+                "x + self.mlp(self.post_attention_layernorm(x))",
+                "x + 0.5 * self.mlp(self.post_attention_layernorm(x))",
+            ),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "nemotron": {
+        "nemotron": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(self.up_proj(x))", "jax.nn.relu(self.up_proj(x))"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            (
+                "x + self.mlp(self.post_attention_layernorm(x))",
+                "x + 0.5 * self.mlp(self.post_attention_layernorm(x))",
+            ),
+            ("weight_offset=1.0", "weight_offset=0.5"),
+        ],
+    },
+    "stablelm": {
+        "stablelm": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("h = self.input_layernorm(x)", "h = x"),
+            ("        x = x + y\n", "        x = x + 0.5 * y\n"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "starcoder2": {
+        "starcoder2": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(self.c_fc(x))", "jax.nn.relu(self.c_fc(x))"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            (
+                "x + self.mlp(self.post_attention_layernorm(x))",
+                "x + 0.5 * self.mlp(self.post_attention_layernorm(x))",
+            ),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "ernie4_5": {
+        "ernie4_5": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            (
+                "x + self.mlp(self.post_attention_layernorm(x))",
+                "x + 0.5 * self.mlp(self.post_attention_layernorm(x))",
+            ),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "olmo": {
+        "olmo": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            (
+                "x + self.mlp(self.post_attention_layernorm(x))",
+                "x + 0.5 * self.mlp(self.post_attention_layernorm(x))",
+            ),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
 }
