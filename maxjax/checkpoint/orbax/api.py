@@ -24,6 +24,8 @@ from typing import Any
 
 import jax
 
+from ...storage.save.staging import TEMPORARY_PREFIX
+
 # Patterns in tensorstore's error texts, and the system errors that they stand for.
 _SIGNS = (
     (r"[Dd]isk quota", errno.EDQUOT),  # tensorstore calls that RESOURCE_EXHAUSTED too
@@ -169,12 +171,20 @@ _QUIET = _NotOrbax()
 _lock, _depth = threading.Lock(), 0
 
 
+def _is_told_otherwise(record: logging.LogRecord) -> bool:
+    """Whether asyncio logs the error of an array that a save could not write, after that of the save."""
+    error = record.exc_info[1] if record.exc_info else None
+    is_late = "exception was never retrieved" in record.getMessage()
+    return is_late and f"{os.sep}{TEMPORARY_PREFIX}" in str(error)
+
+
 @functools.cache
-def _silence_closed_loops() -> None:
+def _silence_late_errors() -> None:
     """Silences what follows a failed save: if an array cannot be written, orbax closes its event loop.
 
     The others, which tensorstore still writes, then cannot report to it, some after the save has ended.
     """
+    logging.getLogger("asyncio").addFilter(lambda record: not _is_told_otherwise(record))
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -189,7 +199,7 @@ def _silence_closed_loops() -> None:
 def quiet() -> Iterator[None]:
     """Silence orbax's log messages inside the block; exceptions say what matters."""
     global _depth
-    _silence_closed_loops()
+    _silence_late_errors()
     logger = logging.getLogger("absl")
     with _lock:
         _depth += 1

@@ -46,7 +46,8 @@ from .durable import (
 from .locks import FOLDER, lock, processes_with, unlock
 
 _LOG = logging.getLogger("maxjax")
-_START, _END, _OWNER = ".maxjax-", ".tmp", ".owner"
+TEMPORARY_PREFIX = ".maxjax-"
+_END, _OWNER = ".tmp", ".owner"
 # Age in seconds from which the temporary files of another host are considered abandoned.
 _ABANDONED_SECONDS = 24 * 3600
 # The transactions of this process that have not ended.
@@ -100,7 +101,7 @@ class Staging:
         if os.path.isdir(self.directory):
             self.keeps(f"Nothing in {self.shown} was changed.")
         # The name identifies process and host, before there is a file that does.
-        name = f"{_START}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
+        name = f"{TEMPORARY_PREFIX}{_host()}-{os.getpid()}-{secrets.token_hex(8)}{_END}"
         self.folder = os.path.join(self.directory, name)
         self.waiting = f"{WAITING}{name.rpartition('-')[2].removesuffix(_END)}"
         _ACTIVE.add(self)
@@ -469,7 +470,7 @@ def _temporary(directory: str) -> list[str]:
 
 def is_temporary(name: str) -> bool:
     """Whether a temporary directory of a save has such a name."""
-    return name.startswith(_START) and name.endswith(_END)
+    return name.startswith(TEMPORARY_PREFIX) and name.endswith(_END)
 
 
 def _is_dead(path: str) -> bool:
