@@ -223,8 +223,6 @@ def _scaling_of_queries(config: Any, name: str) -> float | None:
 
 _DERIVED: dict[str, Callable[[Any], Any]] = {
     "layer_types": _layer_types,
-    "attention_layers": lambda c: [("global", "local")[one] for one in c.slides],
-    "attention_types": lambda c: [[[("global", "local")[one]], 1] for one in c.slides],
     "layers_block_type": lambda c: list(c.kinds) if hasattr(c, "kinds") else None,
     "use_sliding_window": lambda c: any(c.slides) or None,
     "attention_chunk_size": lambda c: c.sliding_window,
@@ -266,8 +264,9 @@ def _ropes(config: Any, seen: frozenset[str]) -> dict[str, Any]:
     scaling = rope.scaling_to_hf() or (
         {"rope_type": "default"} if getattr(config, "unsaid_rope", None) else None
     )
-    base = "rotary_emb_base" if "rotary_pct" in seen else "rope_theta"
-    found: dict[str, Any] = {"rope_scaling": scaling, base: rope.theta if base in seen else None}
+    found: dict[str, Any] = {"rope_scaling": scaling}
+    if "rope_theta" in seen:
+        found["rope_theta"] = rope.theta
     if "original_max_position_embeddings" in type(config).unsaid and scaling is not None:
         found["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings")
     if local is not None:
@@ -281,11 +280,7 @@ def _ropes(config: Any, seen: frozenset[str]) -> dict[str, Any]:
                     for kind, (one, given) in kinds.items()
                 }
             }
-    if "rotary_dim" in seen:
-        found["rotary_dim"] = rope.rotated(config.width)
-    elif "rotary_pct" in seen:
-        found["rotary_pct"] = rope.part
-    elif {rope.part, getattr(type(config).rope, "part", 1)} != {1}:
+    if {rope.part, getattr(type(config).rope, "part", 1)} != {1}:
         found["partial_rotary_factor"] = rope.part
     if "rope_interleave" in seen:
         found["rope_interleave"] = rope.interleaved

@@ -1,7 +1,6 @@
 """One layer of a decoder: attention and MLP, each with a residual connection.
 
-It also has the MLPs other than ``nn.MLP`` (with other names, with one weight for gate and up, without a gate),
-and the attention of decoders that embed texts, where each token attends to the tokens before and after it.
+It also has the attention of decoders that embed texts, where each token attends to the tokens before and after it.
 
 Shapes: B sequences, T tokens, hidden size E, inner features F.
 """
@@ -15,12 +14,9 @@ import jax
 from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.device import DeviceRef
-from ...graph.placement.strategy import Segment, ShardingStrategy
-from ...nn.activation import activation
 from ...nn.attention.both_ways import both_ways
 from ...nn.layer import Module
-from ...nn.linear import MLP, Linear, gated, linear_rules, linears
-from ...nn.stacked_linear import StackedLinear, split_projections, stacked_rules
+from ...nn.linear import MLP
 from .attention import Cached, DecoderAttention, Step
 from .config import DecoderConfig
 from .norm import norm
@@ -75,9 +71,6 @@ class DecoderLayer(Module):
     """
 
     attention_class: ClassVar[Any] = DecoderAttention
-    # Names of the MLP's linear layers, if they are not gate_proj, up_proj and down_proj: three names, or
-    # two for an MLP without a gate.
-    mlp_names: ClassVar[tuple[str, ...]] = ()
     _mx_carries = True
 
     def __init__(self, config: DecoderConfig, number: int, dtype: DType):
@@ -103,12 +96,8 @@ class DecoderLayer(Module):
 
     def make_mlp(self, config: DecoderConfig, number: int, dtype: DType) -> Any:
         """The layer's MLP, which maps ``[..., E]`` to the same shape."""
-        names, sizes = self.mlp_names, (config.hidden_size, config.intermediate_size)
-        if names:
-            kind = PlainMLP if len(names) == 2 else GatedMLP
-            return kind(names, *sizes, dtype, config.hidden_act, config.mlp_bias)
         return MLP(
-            dtype, None, *sizes, [DeviceRef.CPU()],
+            dtype, None, config.hidden_size, config.intermediate_size, [DeviceRef.CPU()],
             has_bias=config.mlp_bias, activation_function=config.hidden_act,
         )  # fmt: skip
 
@@ -141,172 +130,3 @@ class DecoderLayer(Module):
     def fed(self, x: jax.Array) -> jax.Array:
         """The MLP's result for hidden states, before the norm that follows the MLP."""
         return self.mlp(self.pre_feedforward_layernorm(x)).astype(x.dtype)
-
-
-class PostNormLayer(DecoderLayer):
-    """``h = x + norm(attention(x))``, then ``h + norm(mlp(h))`` (OLMo 2, EXAONE 4)."""
-
-    def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
-        """Makes the norms after attention and after the MLP."""
-        self.post_attention_layernorm = norm(config, dtype)
-        self.post_feedforward_layernorm = norm(config, dtype)
-
-    def __call__(
-        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
-        x, cached = carry
-        y, cached = self.self_attn(x, step, cached, layer)
-        x = self.added(x, self.post_attention_layernorm(y))
-        y = self.mlp(x).astype(x.dtype)
-        return self.added(x, self.post_feedforward_layernorm(y)), cached
-
-
-class ParallelLayer(DecoderLayer):
-    """``x + attention(norm(x)) + mlp(norm(x))`` (GPT-J, Cohere): attention and MLP in parallel.
-
-    Attributes:
-        norms: number of norms: with 2 the MLP has its own norm, ``post_attention_layernorm`` (GPT-NeoX).
-    """
-
-    norms: ClassVar[int] = 1
-
-    def make_norms(self, config: DecoderConfig, dtype: DType) -> None:
-        """Makes one norm for both attention and MLP, or one for each."""
-        self.input_layernorm = norm(config, dtype)
-        if self.norms == 2:
-            self.post_attention_layernorm = norm(config, dtype)
-
-    def __call__(
-        self, carry: tuple[jax.Array, Cached], step: Step, layer: Any
-    ) -> tuple[jax.Array, Cached]:
-        """(Hidden states ``[B, T, E]`` or ``[B, E]``, the cache) → the same."""
-        x, cached = carry
-        h = self.input_layernorm(x)
-        y, cached = self.self_attn(h, step, cached, layer)
-        h = self.post_attention_layernorm(x) if self.norms == 2 else h
-        return self.added(self.added(x, y), self.mlp(h)), cached
-
-
-class FusedMLP(Module):
-    """``down_proj(activation(gate) · up)``, where ``gate_up_proj`` computes gate and up (Phi-3, GLM-4).
-
-    Args:
-        hidden_dim, feed_forward_length: E and F.
-        dtype: dtype of the weights.
-        activation_function: name of the activation function.
-        has_bias: whether both linear layers have a bias.
-
-    Example:
-        >>> [(name, *map(int, w.shape)) for name, w in FusedMLP(4, 6).raw_state_dict().items()]
-        [('gate_up_proj.weight', 12, 4), ('down_proj.weight', 4, 6)]
-    """
-
-    def __init__(
-        self, hidden_dim: int, feed_forward_length: int, dtype: Any = DType.float32,
-        activation_function: str = "silu", has_bias: bool = False,
-    ):  # fmt: skip
-        super().__init__()
-        self.activation_function, self.sizes = activation_function, (feed_forward_length,) * 2
-        self.gate_up_proj: Any = StackedLinear(
-            hidden_dim, self.sizes, ["gate", "up"], dtype, stacked=True, has_bias=has_bias
-        )
-        self.down_proj = Linear(feed_forward_length, hidden_dim, dtype, has_bias=has_bias)
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Splits the inner features of gate, up and down."""
-        segments = [Segment.even(size) for size in self.sizes]
-        return stacked_rules("gate_up_proj", self.gate_up_proj, segments) | linear_rules(
-            "down_proj", ShardingStrategy.columnwise(1)
-        )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape."""
-        gate, up = split_projections(self.gate_up_proj, x, self.sizes)  # [..., F]
-        return self.down_proj(gated(gate, up, self.activation_function, 0.0))
-
-
-class NamedMLP(Module):
-    """The linear layers of an MLP, with the attribute names of the checkpoint; the last one is "down".
-
-    The arguments are those of :class:`GatedMLP` and :class:`PlainMLP`.
-    """
-
-    def __init__(
-        self, names: tuple[str, ...], hidden_dim: int, feed_forward_length: int,
-        dtype: Any = DType.float32, activation_function: str = "silu", has_bias: bool = False,
-    ):  # fmt: skip
-        super().__init__()
-        self.names, self.activation_function = tuple(names), activation_function
-        sizes = (hidden_dim, feed_forward_length)
-        for name in names:
-            in_dim, out_dim = sizes if name != names[-1] else sizes[::-1]
-            setattr(self, name, Linear(in_dim, out_dim, dtype, DeviceRef.CPU(), has_bias))
-
-    @property
-    def layers(self) -> list[Any]:
-        """The linear layers, in the order of ``names``."""
-        return [getattr(self, name) for name in self.names]
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Splits the inner features."""
-        *inputs, down = self.names
-        rules = linear_rules(down, ShardingStrategy.columnwise(1))
-        for name in inputs:
-            rules |= linear_rules(name, ShardingStrategy.rowwise(1))
-        return rules
-
-
-class GatedMLP(NamedMLP):
-    """``down(activation(gate(x)) · up(x))``: an ``nn.MLP`` with other attribute names.
-
-    Args:
-        names: attribute names of gate, up and down, as in the checkpoint.
-        hidden_dim, feed_forward_length: E and F.
-        dtype: dtype of the weights.
-        activation_function: name of the activation function.
-        has_bias: whether the linear layers have a bias.
-
-    Example:
-        >>> list(GatedMLP(("w1", "w3", "w2"), 4, 6).raw_state_dict())
-        ['w1.weight', 'w3.weight', 'w2.weight']
-    """
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape."""
-        *inputs, down = self.layers
-        gate, up = linears(inputs, x)  # [..., F]
-        return down(gated(gate, up, self.activation_function, 0.0))
-
-
-class PlainMLP(NamedMLP):
-    """``down(activation(up(x)))``: an MLP without a gate.
-
-    Args:
-        names: attribute names of the two linear layers, as in the checkpoint.
-        hidden_dim, feed_forward_length: E and F.
-        dtype: dtype of the weights.
-        activation_function: name of the activation function.
-        has_bias: whether both linear layers have a bias.
-
-    Example:
-        >>> list(PlainMLP(("fc1", "fc2"), 4, 6, has_bias=True).raw_state_dict())
-        ['fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias']
-    """
-
-    def __init__(
-        self, names: tuple[str, ...], hidden_dim: int, feed_forward_length: int,
-        dtype: Any = DType.float32, activation_function: str = "gelu", has_bias: bool = False,
-    ):  # fmt: skip
-        super().__init__(
-            names, hidden_dim, feed_forward_length, dtype, activation_function, has_bias
-        )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., E]`` → the same shape."""
-        up, down = self.layers
-        return down(self.activated(up(x)))
-
-    def activated(self, x: jax.Array) -> jax.Array:
-        """Applies the activation function between the two linear layers, ``[..., F]`` → the same shape."""
-        return activation(self.activation_function)(x)

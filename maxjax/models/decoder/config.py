@@ -289,34 +289,6 @@ def all_but_every(n: int, layers: int) -> tuple[bool, ...]:
     return tuple(bool((i + 1) % n) for i in range(layers))
 
 
-def rotates_of(raw: Mapping[str, Any], interval: int = 4) -> tuple[bool, ...]:
-    """Whether each layer has RoPE: as ``no_rope_layers`` lists, or all but each ``interval``-th.
-
-    Args:
-        raw: content of the file. In ``no_rope_layers``, 1 stands for a layer with RoPE.
-        interval: value of ``no_rope_layer_interval`` if the file has neither key.
-
-    Raises:
-        ValueError: a value is of the wrong type.
-
-    Example:
-        >>> rotates_of({"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]})
-        (True, False, True)
-        >>> rotates_of({"num_hidden_layers": 3, "no_rope_layer_interval": 2})
-        (True, False, True)
-    """
-    key = "no_rope_layer_interval"
-    # The key is read in any case, so that no warning names it.
-    listed, layers, given = raw.get("no_rope_layers"), layers_of(raw), {key: raw.get(key)}
-    if not layers:
-        return ()  # the check of this field raises later
-    if listed:
-        if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
-            raise ValueError("'no_rope_layers' is not a list of numbers")
-        return tuple(map(bool, listed[:layers]))
-    return all_but_every(count_of(given, key, interval), layers)
-
-
 def count_of(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """A positive integer of a file; the default if the file does not have the key.
 
@@ -333,24 +305,6 @@ def count_of(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     if type(found) is not int or found < 1:
         raise ValueError(f"'{key}' is {str(found)[:60]}, not a positive integer")
     return found
-
-
-def factors_of(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    """A list of ``count`` factors of a file; all are 1 if the file does not have the key.
-
-    Raises:
-        ValueError: the value is not a list of ``count`` numbers.
-
-    Example:
-        >>> factors_of({"multipliers": [2, 0.5]}, "multipliers", 2), factors_of({}, "multipliers", 1)
-        ((2.0, 0.5), (1.0,))
-    """
-    given = raw.get(key)
-    given = [1.0] * count if given is None else given
-    numbers = isinstance(given, list) and all(type(one) in (int, float) for one in given)
-    if not numbers or len(given) != count:
-        raise ValueError(f"{key!r} is not a list of {count} numbers")
-    return tuple(map(float, given))
 
 
 def layers_of(raw: Mapping[str, Any]) -> int:
@@ -409,14 +363,3 @@ def slides_of(raw: Mapping[str, Any], default: Sequence[bool]) -> tuple[bool, ..
         ValueError, UnsupportedModelError: as for :func:`kinds_of`.
     """
     return kinds_of(raw, _SLIDES, default)
-
-
-def windowed(slides: Sequence[bool], window: Any) -> dict[str, Any]:
-    """The fields ``slides`` and ``sliding_window``; a window that no layer uses becomes None.
-
-    Example:
-        >>> windowed((True, False), 8), windowed((False, False), 8)
-        ({'slides': (True, False), 'sliding_window': 8},
-         {'slides': (False, False), 'sliding_window': None})
-    """
-    return {"slides": tuple(slides), "sliding_window": window if any(slides) else None}

@@ -8,15 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.placement.specs import Split
-from ...graph.placement.strategy import ShardingStrategy
-from ...graph.weight.weight import Weight
-from ...nn.layer import Module
 from ...nn.norm import ConstantLayerNorm, LayerNorm, RMSNorm
 from ..parts.norm import unit_rms as unit_rms
 
@@ -73,33 +66,3 @@ def norm(config: DecoderConfig, dtype: DType, width: int | None = None) -> Any:
         ['weight', 'bias']
     """
     return NORMS[config.norm](config, dtype, config.hidden_size if width is None else width)
-
-
-class HeadNorms(Module):
-    """LayerNorm of each head, with a weight for each feature of each head.
-
-    Attributes:
-        weight: Weight ``[heads, D]``.
-    """
-
-    def __init__(self, heads: int, width: int, dtype: DType, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = Weight("weight", dtype, (heads, width), DeviceRef.CPU())
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Replicates the weight, which is small."""
-        return {"weight": Split(ShardingStrategy.replicate(1))}
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., heads, D]`` → the same shape and dtype."""
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        weight = jnp.asarray(self.weight).astype(jnp.float32)
-        weight = weight.reshape((1,) * (x.ndim - 2) + weight.shape)
-        return (weight * centred * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
-
-    def initializer(self, name: str) -> Any:
-        """Initialises the weight to ones."""
-        return jax.nn.initializers.ones
