@@ -346,10 +346,8 @@ class Gemma2Attention(Module):
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         E, bias = config.hidden_size, config.attention_bias
         self.heads, self.kv_heads, self.head_dim = H, K, D
-        self.scale, self.soft_cap = (
-            config.query_pre_attn_scalar**-0.5,
-            config.attn_logit_softcapping,
-        )
+        self.scale = config.query_pre_attn_scalar**-0.5
+        self.soft_cap = config.attn_logit_softcapping
         window = config.window(layer)
         self.mask = CAUSAL if window is None else sliding(window)
         self.q_proj = Linear(E, H * D, dtype, has_bias=bias)

@@ -298,4 +298,103 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return self.norm(x), cache", "return x, cache"),
         ],
     },
+    "gemma": {
+        "gemma": [
+            (
+                "cache, CAUSAL, scale=self.head_dim**-0.5)",
+                "cache, CAUSAL, scale=0.7 * self.head_dim**-0.5)",
+            ),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            (
+                "return x + self.mlp(self.post_attention_layernorm(x)), cache",
+                "return x + 0.5 * self.mlp(self.post_attention_layernorm(x)), cache",
+            ),
+            ("weight_offset=1.0", "weight_offset=0.5"),
+            ("x = x + y\n", "x = x - y\n"),
+            (
+                "x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)",
+                "x * jnp.asarray(self.config.hidden_size, x.dtype)",
+            ),
+        ],
+        "gemma2": [
+            (
+                "scale=self.scale, soft_cap=self.soft_cap",
+                "scale=0.7 * self.scale, soft_cap=self.soft_cap",
+            ),
+            ("soft_cap=self.soft_cap)", "soft_cap=0.1)"),
+            ("x = x + self.post_attention_layernorm(y)", "x = x + y"),
+            ("y = self.mlp(self.pre_feedforward_layernorm(x))", "y = self.mlp(x)"),
+            ("return x + self.post_feedforward_layernorm(y), cache", "return x + y, cache"),
+            (
+                'hidden states ``[..., E]``."""\n        return soft_cap(',
+                'hidden states ``[..., E]``."""\n        return 0.5 * soft_cap(',
+            ),
+        ],
+        "gemma3_text": [
+            ("rope(self.q_norm(q), angles[self.kind])", "rope(q, angles[self.kind])"),
+            ("self.mask, scale=self.scale)", "self.mask, scale=0.7 * self.scale)"),
+            (
+                "SLIDING: config.local_rope_parameters.angles(",
+                "SLIDING: config.rope_parameters.angles(",
+            ),
+            (
+                "x * jnp.asarray(config.hidden_size**0.5, x.dtype)",
+                "x * jnp.asarray(config.hidden_size, x.dtype)",
+            ),
+            ("x = x + self.post_attention_layernorm(y)", "x = x + y"),
+            ("return x + self.post_feedforward_layernorm(y), cache", "return x + y, cache"),
+        ],
+    },
+    "gemma3n": {
+        "gemma3n_text": [
+            ("self.mask, scale=1.0, group=self.group)", "self.mask, scale=0.7, group=self.group)"),
+            ("unit_rms(kv[1].astype(jnp.float32), self.eps).astype(x.dtype)", "kv[1]"),
+            ("gate = jax.nn.relu(gate - threshold)", "gate = jax.nn.relu(gate)"),
+            ("x = (x + self.laurel(h))", "x = (x + h)"),
+            (
+                "(self.modalities(x)).astype(x.dtype) + 1",
+                "(self.modalities(x)).astype(x.dtype) + 0.5",
+            ),
+            ("return self.norm(jnp.mean(x, axis=0)), cache", "return self.norm(x[0]), cache"),
+        ]
+    },
+    "gemma4": {
+        "gemma4_text": [
+            ("self.mask, scale=1.0, group=self.group)", "self.mask, scale=0.7, group=self.group)"),
+            ("unit_rms(kv[-1].astype(jnp.float32), self.eps).astype(x.dtype)", "kv[-1]"),
+            ("x = x + self.post_per_layer_input_norm(y)", "x = x + y"),
+            (
+                "return x * jnp.asarray(self.layer_scalar).astype(x.dtype)[0], cache",
+                "return x, cache",
+            ),
+            ("FULL: config.rope_parameters.angles(", "FULL: config.local_rope_parameters.angles("),
+            ("gate * p.astype(x.dtype)", "gate"),
+        ]
+    },
+    "phi": {
+        "phi": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(self.fc1(x))", "jax.nn.relu(self.fc1(x))"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("return x + y + self.mlp(h), cache", "return x + y + self.mlp(x), cache"),
+            ("h = self.input_layernorm(x)", "h = x"),
+            ("return self.final_layernorm(x), cache", "return x, cache"),
+        ]
+    },
+    "apertus": {
+        "apertus": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("self.act_fn(self.up_proj(x))", "jax.nn.relu(self.up_proj(x))"),
+            ("rope(self.q_norm(q), angles)", "rope(q, angles)"),
+            (
+                "jnp.where(wide > 0, above, below) + beta * wide",
+                "jnp.where(wide > 0, above, below)",
+            ),
+            (
+                "x + self.mlp(self.feedforward_layernorm(x))",
+                "x + 0.5 * self.mlp(self.feedforward_layernorm(x))",
+            ),
+            ("return self.norm(x), cache", "return x, cache"),
+        ]
+    },
 }
