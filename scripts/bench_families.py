@@ -113,7 +113,9 @@ def of(row: Family, each: int, small: dict[str, Any]) -> tuple[dict[str, Any], i
 def read(model: Any) -> int:
     """The number of weights that one token reads: all but those of experts that it is not routed to."""
     config = model.config
-    share = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_experts", 0) or 1)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in names if hasattr(config, name)), 0)
+    share = getattr(config, "num_experts_per_tok", 1) / (experts or 1)
     sizes = {name: weight.value.size for name, weight in model.raw_state_dict().items()}
     return round(sum(n * (share if ".experts." in name else 1) for name, n in sizes.items()))
 

@@ -145,7 +145,7 @@ def test_a_part_of_a_row_that_is_no_whole_blocks():
 
 @pytest.mark.slow
 def test_experts_in_a_stack_of_layers():
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_experts": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
     model = random_model(Mixtral, MixtralConfig, num_experts_per_tok=2, **sizes)
     before = values(model)
     quantised, report = maxjax.quantize(model, "q8_0", activations="float")
