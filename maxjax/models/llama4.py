@@ -254,12 +254,9 @@ class Llama4SparseMLP(Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         scores = self.router(x)  # [B, T, X]
         chosen, shares = route(scores, self.top_k, "sigmoid")  # [B, T, k]
-        inputs = x[..., None, :] * shares[..., None].astype(
-            x.dtype
-        )  # [B, T, k, E]: each choice is a token
-        y = self.experts(
-            inputs, chosen[..., None], jnp.ones_like(shares)[..., None]
-        )  # [B, T, k, E]
+        inputs = x[..., None, :] * shares[..., None].astype(x.dtype)  # [B, T, k, E]
+        ones = jnp.ones_like(shares)[..., None]  # [B, T, k, 1]: each choice is a token of its own
+        y = self.experts(inputs, chosen[..., None], ones)  # [B, T, k, E]
         return jnp.sum(y, axis=-2) + self.shared_expert(x)  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:

@@ -397,4 +397,135 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return self.norm(x), cache", "return x, cache"),
         ]
     },
+    "mixtral": {
+        "mixtral": [
+            ('self.top_k, "softmax of chosen")', 'self.top_k, "softmax")'),
+            ("attend(q, k, v, cache, self.mask)", "attend(q, v, k, cache, self.mask)"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("self.experts(x, chosen, shares)", "self.experts(x, chosen, 0.5 * shares)"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "qwen3": {
+        "qwen3": [
+            ("rope(self.q_norm(q), angles)", "rope(q, angles)"),
+            ("attend(q, k, v, cache, self.mask)", "attend(q, v, k, cache, self.mask)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("x + self.mlp(self.post_attention_layernorm(x))", "x + self.mlp(x)"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+        "qwen3_moe": [
+            ("rope(self.q_norm(q), angles)", "rope(q, angles)"),
+            ("attend(q, k, v, cache, self.mask)", "attend(q, v, k, cache, self.mask)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("self.experts(x, chosen, shares)", "self.experts(x, chosen, 0.5 * shares)"),
+            ("route(scores, self.top_k, self.shares)", "route(-scores, self.top_k, self.shares)"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "qwen2_moe": {
+        "qwen2_moe": [
+            ("attend(q, k, v, cache, self.mask)", "attend(q, v, k, cache, self.mask)"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("self.experts(x, chosen, shares)", "self.experts(x, chosen, 0.5 * shares)"),
+            ("route(scores, self.top_k, self.shares)", "route(-scores, self.top_k, self.shares)"),
+            ("share * self.shared_expert(x)", "self.shared_expert(x)"),
+        ],
+    },
+    "olmoe": {
+        "olmoe": [
+            ("attend(q, k, v, cache)", "attend(q, v, k, cache)"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("self.experts(x, chosen, shares)", "self.experts(x, chosen, 0.5 * shares)"),
+            ("route(scores, self.top_k, self.shares)", "route(-scores, self.top_k, self.shares)"),
+            ("self.q_norm(q.astype(x.dtype)), ", "q.astype(x.dtype), "),
+        ],
+    },
+    "granitemoe": {
+        "granitemoe": [
+            ("scale=self.scale", "scale=0.7 * self.scale"),
+            ('self.top_k, "softmax of chosen")', 'self.top_k, "softmax")'),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("x = x + self.residual * y", "x = x + y"),
+            ("* (1 / self.config.logits_scaling)", "* self.config.logits_scaling"),
+        ],
+    },
+    "phimoe": {
+        "phimoe": [
+            ('self.top_k, "softmax of near")', 'self.top_k, "softmax")'),
+            ("attend(q, k, v, cache, self.mask)", "attend(q, v, k, cache, self.mask)"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("self.experts(x, chosen, shares)", "self.experts(x, chosen, 0.5 * shares)"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "gpt_oss": {
+        "gpt_oss": [
+            ("return (up + 1) * gate", "return up * gate"),
+            ('self.top_k, "softmax of chosen")', 'self.top_k, "softmax")'),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("cache, self.mask, sinks=", "cache, self.mask, sinks=2 + "),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "llama4": {
+        "llama4_text": [
+            (
+                "x[..., None, :] * shares[..., None].astype(x.dtype)",
+                "x[..., None, :] + 0 * shares[..., None]",
+            ),
+            ('self.top_k, "sigmoid")', 'self.top_k, "softmax")'),
+            ("divided_by_rms(q, self.epsilon), divided", "q, divided"),
+            ("jnp.sum(y, axis=-2) + self.shared_expert(x)", "jnp.sum(y, axis=-2)"),
+            ("        if self.uses_rope:", "        if True:"),
+            ("config.floor_scale, 1.0)", "config.floor_scale, 3.0)"),
+        ],
+    },
+    "minimax_m2": {
+        "minimax_m2": [
+            ("normalised=True, bias=bias", "bias=bias"),
+            (
+                "bias = jnp.asarray(self.e_score_correction_bias)",
+                "bias = -9 * jnp.asarray(self.e_score_correction_bias)",
+            ),
+            ("attend(q, k, v, cache)", "attend(q, v, k, cache)"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+            ("self.q_norm(q.astype(x.dtype)), ", "q.astype(x.dtype), "),
+        ],
+    },
 }
