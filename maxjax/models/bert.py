@@ -21,6 +21,10 @@ from .encoder.block import EncoderEmbeddings, plus
 from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, Layers, with_head
 from .family import Family
+from .gguf.config.read import read_classifier, rows_of
+from .gguf.metadata import MAX_LAYERS, Settings
+from .gguf.names import CLASSIFIER
+from .gguf.table import GGUFTable
 from .names import GAMMA_BETA, Drop, Names, Prefix
 
 
@@ -174,6 +178,56 @@ class BertForSequenceClassification(BertModel):
     """A BERT with a classification head: a reranker, for example."""
 
 
+def _read_gguf(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file.
+
+    A RoBERTa file is read as BERT too, because the converter removes its first rows of positions, up to the padding
+    token's, so that positions count from 0.
+    """
+    if "token_types.weight" not in tensors:
+        raise given.unsupported("a BERT without token types (DistilBERT)")
+    return {
+        **read_classifier("BertForSequenceClassification", given, tensors),
+        "hidden_size": given.count("embedding_length"),
+        "intermediate_size": given.count("feed_forward_length"),
+        "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
+        "num_attention_heads": given.count("attention.head_count"),
+        "max_position_embeddings": rows_of("position_embd.weight", tensors, given.path),
+        "type_vocab_size": rows_of("token_types.weight", tensors, given.path),
+        "layer_norm_eps": given.number("attention.layer_norm_epsilon"),
+    }
+
+
+BERT_GGUF = GGUFTable(
+    "bert",
+    {
+        "token_embd": "embeddings.word_embeddings",
+        "position_embd": "embeddings.position_embeddings",
+        "token_types": "embeddings.token_type_embeddings",
+        "token_embd_norm": "embeddings.LayerNorm",
+        ".attn_q": "attention.self.query",
+        ".attn_k": "attention.self.key",
+        ".attn_v": "attention.self.value",
+        ".attn_output": "attention.output.dense",
+        ".attn_output_norm": "attention.output.LayerNorm",
+        ".ffn_up": "intermediate.dense",
+        ".ffn_down": "output.dense",
+        ".layer_output_norm": "output.LayerNorm",
+        # The head of a reranker. That of XLM-RoBERTa computes the same as BERT's.
+        "cls": "pooler.dense",
+        CLASSIFIER: "classifier",
+    },
+    layer="encoder.layer.*.",
+    is_decoder=False,
+    fixed={"hidden_act": "gelu", "position_embedding_type": "absolute"},
+    required={"is_decoder": False, "add_cross_attention": False},
+    read=_read_gguf,
+    write=lambda config: {"attention.causal": False},
+    epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+    biases=None,
+    written=("attention.causal", "pooling_type"),
+)
+
 BERT = BertModel.family = Family.of(
     BertModel,
     BertConfig,
@@ -190,5 +244,6 @@ BERT = BertModel.family = Family.of(
         Drop("embeddings.position_ids", "embeddings.token_type_ids"),
         GAMMA_BETA,
     ),
+    gguf=BERT_GGUF,
 )
 BERT_HEAD = BertForSequenceClassification.family = with_head(BERT, BertForSequenceClassification)

@@ -122,6 +122,8 @@ class Family:
     ) -> Self:
         """Makes the family of another model class, whose files differ from this family's by ``changes`` only.
 
+        It has no GGUF files unless ``changes`` has their table.
+
         Args:
             model, config, architectures: as for :meth:`of`.
             changes: attributes of the family with other values.
@@ -129,7 +131,7 @@ class Family:
         one = Family.of(model, config, *architectures)
         return dataclasses.replace(
             self, model_type=one.model_type, architectures=one.architectures, config=config,
-            make=one.make, **changes,
+            make=one.make, **{"gguf": None, **changes},
         )  # fmt: skip
 
     def claims(self, config: Mapping[str, Any]) -> bool:

@@ -33,6 +33,11 @@ from ..nn.layer import LayerList, Module
 from ..nn.norm import LayerNorm
 from ..nn.transposed_linear import TransposedLinear
 from .family import Family
+from .gguf.config.read import rows_of
+from .gguf.layouts import Transposed
+from .gguf.metadata import MAX_LAYERS, Settings
+from .gguf.names import Rule
+from .gguf.table import GGUFTable
 from .names import Drop, Headless, Names
 from .parts import (
     LanguageModel,
@@ -222,6 +227,45 @@ class GPT2(LanguageModel):
         return self.config.n_positions
 
 
+def _read_gguf(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file."""
+    return {
+        "n_embd": given.count("embedding_length"),
+        "n_layer": given.count("block_count", maximum=MAX_LAYERS),
+        "n_head": given.count("attention.head_count"),
+        "n_inner": given.count("feed_forward_length"),
+        "n_positions": rows_of("position_embd.weight", tensors, given.path),
+        "layer_norm_epsilon": given.number("attention.layer_norm_epsilon"),
+    }
+
+
+GPT2_GGUF = GGUFTable(
+    "gpt2",
+    {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+        ".attn_norm": "ln_1",
+        ".attn_qkv": Rule("attn.c_attn", Transposed()),
+        ".attn_output": Rule("attn.c_proj", Transposed()),
+        ".ffn_norm": "ln_2",
+        ".ffn_up": Rule("mlp.c_fc", Transposed()),
+        ".ffn_down": Rule("mlp.c_proj", Transposed()),
+    },
+    layer="transformer.h.*.",
+    is_decoder=False,
+    fixed={"activation_function": "gelu_new"},
+    required={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    read=_read_gguf,
+    epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+    biases=None,
+)
+
 GPT2_FAMILY = GPT2.family = Family.of(
     GPT2,
     GPT2Config,
@@ -232,4 +276,5 @@ GPT2_FAMILY = GPT2.family = Family.of(
         Headless("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
     ),
     tied=("lm_head.weight", "transformer.wte.weight"),
+    gguf=GPT2_GGUF,
 )

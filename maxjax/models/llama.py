@@ -32,7 +32,10 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
 from .family import Family
-from .gguf.table import GGUFTable
+from .gguf.config.read import expert_counts
+from .gguf.metadata import MAX_EXPERTS, Settings
+from .gguf.names import expert_names
+from .gguf.table import PERMUTED, GGUFTable
 from .names import DECODER, MULTIMODAL, Names
 from .parts import (
     CAUSAL,
@@ -210,7 +213,49 @@ class Llama(LanguageModel):
             self.stack()
 
 
-LLAMA = Llama.family = Family.of(Llama, LlamaConfig, names=Names(*MULTIMODAL, *DECODER))
+def _read_gguf(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a Mixtral if there are experts, of a Mistral if there is a window, else of a Llama."""
+    window = given.count("attention.sliding_window", 0, minimum=0)
+    if given.count("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
+        counts = expert_counts(given)
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": counts["num_experts"],
+            "num_experts_per_tok": counts["num_experts_per_tok"],
+            "sliding_window": window or None,
+        }
+    if window:
+        return {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": window,
+        }
+    return {"mlp_bias": "blk.0.ffn_gate.bias" in tensors}
+
+
+def _write_gguf(config: Any) -> dict[str, Any]:
+    """Return the sliding window of a Mistral or Mixtral, which llama.cpp does not read."""
+    window = config.window(0)
+    return {} if window is None else {"attention.sliding_window": window}
+
+
+# Llama 1 to 3, Mistral and Mixtral, whose queries and keys are permuted.
+LLAMA_GGUF = GGUFTable(
+    "llama",
+    {**PERMUTED, **expert_names("block_sparse_moe", maps=("w1", "w3", "w2"))},
+    fixed={"hidden_act": "silu"},
+    has_windows=False,
+    required={"partial_rotary_factor": 1.0, "use_sliding_window": False},
+    read=_read_gguf,
+    write=_write_gguf,
+    biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    is_divided=True,
+)
+
+LLAMA = Llama.family = Family.of(
+    Llama, LlamaConfig, names=Names(*MULTIMODAL, *DECODER), gguf=LLAMA_GGUF
+)
 
 # --- Mistral: each token attends to a window of tokens ------------------------------------------
 
@@ -302,7 +347,17 @@ class Qwen2(Llama):
     """
 
 
-QWEN2 = Qwen2.family = Family.of(Qwen2, Qwen2Config, names=Names(*MULTIMODAL, *DECODER))
+QWEN2_GGUF = GGUFTable(
+    "qwen2",
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    has_windows=False,
+    required={"partial_rotary_factor": 1.0},
+    written=("pooling_type",),
+)
+
+QWEN2 = Qwen2.family = Family.of(
+    Qwen2, Qwen2Config, names=Names(*MULTIMODAL, *DECODER), gguf=QWEN2_GGUF
+)
 
 
 # --- Seed-OSS: the output projection has a bias of its own --------------------------------------

@@ -37,6 +37,10 @@ from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
 from .family import Family
 from .fused_experts import FusedExperts
+from .gguf.config.read import read_qwen_experts
+from .gguf.layouts import Matrix
+from .gguf.names import Rule, expert_names
+from .gguf.table import GGUFTable
 from .names import DECODER, Names
 from .parts import (
     CAUSAL,
@@ -290,10 +294,37 @@ class Qwen2MoE(LanguageModel):
             self.stack()
 
 
+def _write_gguf(config: Qwen2MoEConfig) -> dict[str, Any]:
+    """Return the width of the shared expert."""
+    return {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+
+
+QWEN2_MOE_GGUF = GGUFTable(
+    "qwen2moe",
+    {
+        **expert_names(shared="shared_expert"),
+        ".ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", Matrix()),
+    },
+    fixed={
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        # Only llama.cpp's graphs show whether the shares of the chosen experts are normalised.
+        "norm_topk_prob": False,
+    },
+    has_windows=False,
+    required={"partial_rotary_factor": 1.0},
+    read=read_qwen_experts,
+    write=_write_gguf,
+    written=("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+)
+
 QWEN2_MOE = Qwen2MoE.family = Family.of(
     Qwen2MoE,
     Qwen2MoEConfig,
     "Qwen2MoeForCausalLM",
     "Qwen2MoeModel",
     names=Names(FusedExperts(), *DECODER),
+    gguf=QWEN2_MOE_GGUF,
 )

@@ -39,6 +39,10 @@ from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
 from .family import Family
 from .fused_experts import FusedExperts
+from .gguf.config.read import read_classifier, read_qwen_experts
+from .gguf.metadata import Settings
+from .gguf.names import CLASSIFIER, HEAD_NORMS, expert_names
+from .gguf.table import GGUFTable
 from .llama import window_layers
 from .names import DECODER, MULTIMODAL, Names
 from .parts import (
@@ -324,7 +328,26 @@ class Qwen3(LanguageModel):
             self.stack()
 
 
-QWEN3 = Qwen3.family = Family.of(Qwen3, Qwen3Config, names=Names(*MULTIMODAL, *DECODER))
+def _read_gguf(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the class of a reranker."""
+    return read_classifier("Qwen3ForSequenceClassification", given, tensors)
+
+
+_GGUF_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
+QWEN3_GGUF = GGUFTable(
+    "qwen3",
+    {**HEAD_NORMS, CLASSIFIER: "score"},
+    fixed=_GGUF_FIXED,
+    has_windows=False,
+    required={"partial_rotary_factor": 1.0},
+    read=_read_gguf,
+    biases=(),
+    written=("pooling_type",),
+)
+
+QWEN3 = Qwen3.family = Family.of(
+    Qwen3, Qwen3Config, names=Names(*MULTIMODAL, *DECODER), gguf=QWEN3_GGUF
+)
 
 
 class Qwen3MoE(Qwen3):
@@ -337,10 +360,28 @@ class Qwen3MoE(Qwen3):
     """
 
 
+QWEN3_MOE_GGUF = GGUFTable(
+    "qwen3moe",
+    {**HEAD_NORMS, **expert_names()},
+    fixed={
+        **_GGUF_FIXED,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        # Only llama.cpp's graphs show whether the shares of the chosen experts are normalised.
+        "norm_topk_prob": True,
+    },
+    has_windows=False,
+    required={"partial_rotary_factor": 1.0},
+    read=read_qwen_experts,
+    biases=(),
+    written=("expert_feed_forward_length",),
+)
+
 QWEN3_MOE = Qwen3MoE.family = Family.of(
     Qwen3MoE,
     Qwen3MoEConfig,
     "Qwen3MoeForCausalLM",
     "Qwen3MoeModel",
     names=Names(FusedExperts(), *MULTIMODAL, *DECODER),
+    gguf=QWEN3_MOE_GGUF,
 )

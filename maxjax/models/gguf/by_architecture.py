@@ -14,20 +14,21 @@ class ByArchitecture(Mapping[str, V]):
     """A mapping from GGUF architectures: a family is imported when its architecture is looked up.
 
     Args:
-        built_in: values of architectures whose families have no ``GGUFTable``.
-        value: function of a family that has one.
+        value: function of the family with the table of an architecture.
 
     Example:
-        >>> ByArchitecture({"llama": "?"}, lambda family: family.model_type)["phi2"]
+        >>> ByArchitecture(lambda family: family.model_type)["phi2"]
         'phi'
     """
 
-    def __init__(self, built_in: Mapping[str, V], value: Callable[[Any], V]):
-        self._built_in, self._value = built_in, value
+    def __init__(self, value: Callable[[Any], V]):
+        self._value = value
 
     def __getitem__(self, architecture: str) -> V:
         family = of_gguf(architecture)
-        return self._built_in[architecture] if family is None else self._value(family)
+        if family is None:
+            raise KeyError(architecture)
+        return self._value(family)
 
     def __iter__(self) -> Iterator[str]:
         return iter(gguf_architectures())

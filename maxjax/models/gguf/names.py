@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
 from .by_architecture import ByArchitecture
-from .layouts import Expert, Grouped, Layout, Matrix, Permuted, Plus, Same, Transposed
+from .layouts import Expert, Grouped, Layout, Permuted, Plus, Same, Transposed
 from .metadata import MAX_EXPERTS, MAX_LAYERS, Settings, settings, unknown_architecture
 from .state_layouts import Flat, Taps
 
@@ -62,7 +62,7 @@ Table = Mapping[str, Sequence[Rule]]
 Names = Mapping[str, str | Rule | Sequence[Rule] | None]
 
 
-def _table(layer: str, rules: Names) -> Table:
+def plain_table(rules: Names, layer: str) -> Table:
     """Makes a Table, in which ``blk.*`` and ``layer`` precede the names that begin with a dot."""
     found = {}
     for key, value in rules.items():
@@ -98,10 +98,7 @@ def decoder_table(rules: Names, layer: str = "model.layers.*.") -> Table:
         ".ffn_up": "mlp.up_proj",
         ".ffn_down": "mlp.down_proj",
     }
-    return _table(layer, {**shared, **rules})
-
-
-_decoder = decoder_table
+    return plain_table({**shared, **rules}, layer)
 
 
 def expert_names(
@@ -166,64 +163,8 @@ AFTER_NORMS = {
 HEAD_NORMS = {".attn_q_norm": "self_attn.q_norm", ".attn_k_norm": "self_attn.k_norm"}
 # The last layer of a reranker's head.
 CLASSIFIER = "cls.output"
-_QWEN_EXPERTS = expert_names()
 
-_BUILT_IN: dict[str, Table] = {
-    # Llama 1 to 3, Mistral, Mixtral, whose queries and keys are permuted.
-    "llama": _decoder(
-        {
-            ".attn_q": Rule("self_attn.q_proj", QUERIES),
-            ".attn_k": Rule("self_attn.k_proj", KEYS),
-            **expert_names("block_sparse_moe", maps=("w1", "w3", "w2")),
-        }
-    ),
-    "qwen2": _decoder({}),
-    "qwen2moe": _decoder(
-        {
-            **expert_names(shared="shared_expert"),
-            ".ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", Matrix()),
-        }
-    ),
-    "qwen3": _decoder({**HEAD_NORMS, CLASSIFIER: "score"}),
-    "qwen3moe": _decoder({**HEAD_NORMS, **_QWEN_EXPERTS}),
-    "gpt2": _table(
-        "transformer.h.*.",
-        {
-            "token_embd": "transformer.wte",
-            "position_embd": "transformer.wpe",
-            "output_norm": "transformer.ln_f",
-            "output": "lm_head",
-            ".attn_norm": "ln_1",
-            ".attn_qkv": Rule("attn.c_attn", Transposed()),
-            ".attn_output": Rule("attn.c_proj", Transposed()),
-            ".ffn_norm": "ln_2",
-            ".ffn_up": Rule("mlp.c_fc", Transposed()),
-            ".ffn_down": Rule("mlp.c_proj", Transposed()),
-        },
-    ),
-    "bert": _table(
-        "encoder.layer.*.",
-        {
-            "token_embd": "embeddings.word_embeddings",
-            "position_embd": "embeddings.position_embeddings",
-            "token_types": "embeddings.token_type_embeddings",
-            "token_embd_norm": "embeddings.LayerNorm",
-            ".attn_q": "attention.self.query",
-            ".attn_k": "attention.self.key",
-            ".attn_v": "attention.self.value",
-            ".attn_output": "attention.output.dense",
-            ".attn_output_norm": "attention.output.LayerNorm",
-            ".ffn_up": "intermediate.dense",
-            ".ffn_down": "output.dense",
-            ".layer_output_norm": "output.LayerNorm",
-            # The head of a reranker. That of XLM-RoBERTa computes the same as BERT's.
-            "cls": "pooler.dense",
-            CLASSIFIER: "classifier",
-        },
-    ),
-}
-
-ARCHITECTURES = ByArchitecture(_BUILT_IN, lambda family: family.gguf.names)
+ARCHITECTURES = ByArchitecture(lambda family: family.gguf.names)
 """Name of an architecture in a GGUF file → the table of its tensors' names."""
 
 # The tensors with a divisor for each of RoPE's frequencies: for all lengths; for lengths up to the original

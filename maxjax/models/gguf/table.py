@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from ...graph.weights import WeightData
-from ..registry import of_gguf
+from .by_architecture import ByArchitecture
 from .config.read import WINDOWS, MetadataTable
 from .config.rope import ATTENTION_FACTOR, LOG_MULTIPLIER
 from .metadata import Settings
-from .names import KEYS, QUERIES, Rule, decoder_table
+from .names import KEYS, QUERIES, Rule, decoder_table, plain_table
 
 Tensors = Mapping[str, WeightData]
 
@@ -62,12 +62,16 @@ class GGUFTable(MetadataTable):
         read: function (metadata, shapes of the tensors, configuration so far) → further settings.
         write: function of the family's config → further metadata; it raises UnsupportedModelError
             for a config that a file cannot represent.
-        biases: tensors of a layer whose biases llama.cpp reads.
+        biases: tensors of a layer whose biases llama.cpp reads; None: all.
         epsilon: metadata key of the norms' epsilon, and its key in ``config.json``.
         layer: prefix of the checkpoint's names of a layer's tensors, with ``*`` for the layer's number.
         period: n, where every n-th layer has full attention if there is a sliding window.
+        is_decoder: whether files have the names and settings that Llama-like decoders share. If not,
+            ``tensors``, ``read`` and ``write`` have all of them.
+        required: settings that GGUF has no key for → the only value that a file can stand for.
         has_rope: whether attention has RoPE; without it files have no settings of it.
         attends: whether there are attention and MLPs.
+        has_windows: whether llama.cpp may give layers a sliding window.
         lists_windows: whether files list the layers with a sliding window, so that any may have one.
         listed: keys that may differ between layers; the configuration so far has the first layer's
             value, and ``read`` reads the others.
@@ -104,9 +108,10 @@ class GGUFTable(MetadataTable):
     tensors: Mapping[str, str | Rule | Sequence[Rule] | None] = field(default_factory=dict)
     _: KW_ONLY
     write: Callable[[Any], Mapping[str, Any]] | None = None
-    biases: Collection[str] = ("attn_q", "attn_k", "attn_v")
+    biases: Collection[str] | None = ("attn_q", "attn_k", "attn_v")
     layer: str = "model.layers.*."
     lists_windows: bool = False
+    has_windows: bool = True
     is_tied: bool = False
     is_divided: bool = False
     is_long: bool = False
@@ -125,7 +130,8 @@ class GGUFTable(MetadataTable):
     @cached_property
     def names(self) -> Mapping[str, Sequence[Rule]]:
         """GGUF's names of all tensors, with ``blk.*`` for a layer → rules for the checkpoint's tensors."""
-        return decoder_table(self.tensors, layer=self.layer)
+        make = decoder_table if self.is_decoder else plain_table
+        return make(self.tensors, self.layer)
 
     @property
     def keys_read(self) -> set[str]:
@@ -137,12 +143,5 @@ class GGUFTable(MetadataTable):
         return {self.epsilon[0], *self.keys, *self.written, *window, *rope} - set(self.unused)
 
 
-def table_of(architecture: str) -> GGUFTable | None:
-    """The table of a GGUF architecture; None if it is unknown, or no family's own.
-
-    Example:
-        >>> table_of("phi2").layer
-        'model.layers.*.'
-    """
-    family = of_gguf(architecture)
-    return None if family is None else family.gguf
+GGUF_TABLES = ByArchitecture(lambda family: family.gguf)
+"""The table of each GGUF architecture."""

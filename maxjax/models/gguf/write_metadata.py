@@ -25,7 +25,7 @@ from .config.llama_cpp import check_read
 from .config.read import POOLING, WINDOWS, hf_config, window_period
 from .config.rope import rope_keys
 from .metadata import unsupported
-from .table import GGUFTable, table_of
+from .table import GGUF_TABLES, GGUFTable
 from .tensors.types import MIXTURES, is_wide
 
 _LOG = logging.getLogger("maxjax")
@@ -34,14 +34,6 @@ FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 FILE_TYPES |= {name.upper(): mixture.file_type for name, mixture in MIXTURES.items()}
 _PLAIN = {DType.float32: "F32", DType.float16: "F16", DType.bfloat16: "BF16"}
 _QUANTIZATION_VERSION = 2
-# Settings that GGUF has no key for, with the only values that a GGUF file can represent.
-_ROPE = {"partial_rotary_factor": 1.0, "use_sliding_window": False}
-_FIXED: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-             "add_cross_attention": False},
-    "bert": {"is_decoder": False, "add_cross_attention": False},
-    "llama": _ROPE,
-}  # fmt: skip
 # Settings that the round trip does not compare: they are stored elsewhere, may be spelled differently, or
 # are checked separately.
 _NOT_COMPARED = {"architectures", "model_type", "torch_dtype", "rope_scaling"}
@@ -111,9 +103,9 @@ def gguf_settings(model: FamilyConfig, path: Any = None) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: a GGUF file cannot represent a setting; the message names it.
     """
-    _check_windows(model, path)
-    is_decoder = model.has_rope or table_of(model.architecture) is not None
-    return _decoder(model, path) if is_decoder else _plain(model)
+    table = GGUF_TABLES[model.architecture]
+    _check_windows(table, model, path)
+    return _decoder(table, model, path) if table.is_decoder else _plain(table, model)
 
 
 def file_type(kind: str | DType) -> dict[str, Any]:
@@ -156,8 +148,8 @@ def _sizes(config: Any) -> dict[str, Any]:
     }
 
 
-def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
-    size, table = model.config, table_of(model.architecture) or GGUFTable(model.architecture)
+def _decoder(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any]:
+    size = model.config
     found = {**_sizes(size), table.epsilon[0]: _epsilon(size, table.epsilon[1])}
     if not getattr(size, "is_causal", True):
         found["attention.causal"] = False
@@ -179,11 +171,7 @@ def _decoder(model: FamilyConfig, path: Any) -> dict[str, Any]:
         )
     if model.experts:
         found |= _experts(model)
-    if table_of(model.architecture) is not None:
-        return found | _of_table(table, model, path)
-    if model.architecture == "llama" and any(model.slides):  # Mistral and Mixtral
-        found["attention.sliding_window"] = size.sliding_window
-    return found
+    return found | _of_table(table, model, path)
 
 
 def _epsilon(config: Any, key: str) -> float:
@@ -229,18 +217,15 @@ def _experts(model: FamilyConfig) -> dict[str, Any]:
     found = {"expert_count": model.experts, "expert_used_count": size.num_experts_per_tok}
     if getattr(size, "moe_intermediate_size", None):
         found["expert_feed_forward_length"] = size.moe_intermediate_size
-    if model.architecture == "qwen2moe":
-        found["expert_shared_feed_forward_length"] = size.shared_expert_intermediate_size
     return found
 
 
-def _check_windows(model: FamilyConfig, path: Any) -> None:
-    """Refuses layers with a sliding window if GGUF has no key that lists them."""
+def _check_windows(table: GGUFTable, model: FamilyConfig, path: Any) -> None:
+    """Refuses a list of layers with a sliding window, if llama.cpp gives none to the architecture."""
     listed = model.settings.get("layer_types")
-    # The layers of these are compared where keys are written.
-    if isinstance(listed, list) and table_of(model.architecture) is None:
+    if isinstance(listed, list) and not table.has_windows:
         kinds = {kind for kind in listed if isinstance(kind, str)}
-        alike = model.settings["model_type"] in ("mistral", "mixtral") and len(kinds) == 1
+        alike = table.write is not None and len(kinds) == 1 and any(model.slides)
         if kinds - {"full_attention"} and not alike:
             raise unsupported(
                 f"'layer_types' with {sorted(kinds)[-1][:60]!r} in a GGUF file of "
@@ -248,11 +233,11 @@ def _check_windows(model: FamilyConfig, path: Any) -> None:
             )  # fmt: skip
 
 
-def _plain(model: FamilyConfig) -> dict[str, Any]:
-    """The settings of GPT-2 and of BERT, which have neither RoPE nor grouped-query attention."""
-    epsilon = _epsilon(model.config, "layer_norm_epsilon")
-    found = {**_sizes(model.config), "attention.layer_norm_epsilon": epsilon}
-    return {**found, "attention.causal": False} if model.architecture == "bert" else found
+def _plain(table: GGUFTable, model: FamilyConfig) -> dict[str, Any]:
+    """The settings of an architecture that shares none with Llama-like decoders."""
+    epsilon, name = table.epsilon
+    found = {**_sizes(model.config), epsilon: _epsilon(model.config, name)}
+    return found | dict(table.write(model.config) if table.write is not None else {})
 
 
 # --- whether the configuration survives the round trip -------------------------------------------
@@ -274,12 +259,10 @@ def _check(
             settings.pop("sliding_window", None)  # no layer uses it
     if hasattr(model.config, "type_vocab_size"):
         settings.pop("tie_word_embeddings", None)  # an encoder has no head
-    table = table_of(model.architecture)
-    fixed = _FIXED.get(model.architecture, _FIXED["llama"] if table is None else {})
-    computed = () if table is None else table.computed
-    for key, value in {"is_causal": True, **fixed, **again}.items():
+    table = GGUF_TABLES[model.architecture]
+    for key, value in {"is_causal": True, **table.required, **again}.items():
         given = settings.get(key)
-        if key in (*_NOT_COMPARED, *computed) or given is None or _alike(given, value):
+        if key in (*_NOT_COMPARED, *table.computed) or given is None or _alike(given, value):
             continue
         if key in ("vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias"):
             raise CheckpointMismatchError(

@@ -10,7 +10,7 @@ from maxjax.graph.weights import WeightData
 from maxjax.models.gguf.metadata import settings
 from maxjax.models.gguf.pieces import columns, computed, rows
 from maxjax.models.gguf.sources import read_box
-from maxjax.models.gguf.table import table_of
+from maxjax.models.gguf.table import GGUF_TABLES
 from maxjax.storage.blocks import decode, encode
 
 RNG = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_layers_that_predict_further_tokens_are_left_out_of_qwen_3_5():
     )  # fmt: skip
     names = [f"model.layers.{i}.input_layernorm.weight" for i in range(2)] + ["model.norm.weight"]
     tensors = {name: WeightData.from_numpy(np.zeros(2, np.float32), name) for name in names}
-    assert list(table_of("qwen35").join(given, tensors)) == [names[0], names[2]]
+    assert list(GGUF_TABLES["qwen35"].join(given, tensors)) == [names[0], names[2]]
     bad = settings(given.metadata | {"qwen35.ssm.time_step_rank": 3})
     with pytest.raises(CheckpointFormatError, match="inner_size"):
-        table_of("qwen35").join(bad, tensors)
+        GGUF_TABLES["qwen35"].join(bad, tensors)

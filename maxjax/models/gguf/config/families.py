@@ -13,7 +13,7 @@ from ....errors import CheckpointFormatError
 from ...multimodal import text_settings
 from ...registry import gguf_model_types, gguf_of, of_model_type
 from ..metadata import MAX_EXPERTS, unsupported
-from ..table import GGUFTable, table_of
+from ..table import GGUF_TABLES, GGUFTable
 from .rope import rope_divisors
 
 _TANH = "gelu_pytorch_tanh"
@@ -151,7 +151,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         said = [config[name] for name in (key, *others) if config.get(name) is not None]
         if others and said:
             values[key] = said[0]
-    table = table_of(architecture)
+    table = GGUF_TABLES[architecture]
     read: Any = family.from_dict(config, path=path)
     if table is not None and table.instead is not None and (other := table.instead(read)):
         architecture, changed = other

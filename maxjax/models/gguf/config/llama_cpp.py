@@ -22,24 +22,10 @@ _COMMON = """
     rope.scaling.original_context_length rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
     expert_count expert_used_count
 """.split()
-_RMS = "attention.layer_norm_rms_epsilon"
-_MEAN = "attention.layer_norm_epsilon"
 _MOE = "expert_feed_forward_length"
 
 # The keys of each architecture, without the prefix of its name.
-_KEYS = {
-    name: frozenset([*_COMMON, *keys.split()])
-    for name, keys in {
-        "llama": _RMS,
-        "qwen2": f"{_RMS} pooling_type",
-        "qwen2moe": f"{_RMS} {_MOE} expert_shared_feed_forward_length",
-        "qwen3": f"{_RMS} pooling_type",
-        "qwen3moe": f"{_RMS} {_MOE}",
-        "gpt2": _MEAN,
-        "bert": f"{_MEAN} attention.causal pooling_type",
-    }.items()
-}
-READ = ByArchitecture(_KEYS, lambda family: frozenset([*_COMMON, *family.gguf.keys_read]))
+READ = ByArchitecture(lambda family: frozenset([*_COMMON, *family.gguf.keys_read]))
 
 # Keys that maxjax reads and llama.cpp does not. They are written, with a warning about what is lost.
 _SAID = {
@@ -47,18 +33,12 @@ _SAID = {
     "texts of more than {value} tokens",
     "pooling_type": "does not read how this model's embeddings are pooled: pass it --pooling",
 }
-# The tensors that may have a bias in an architecture. In one that is not listed, all may have one.
-_HEADS = ("attn_q", "attn_k", "attn_v")
-_BUILT_IN_BIASES: Mapping[str, Collection[str]] = {
-    "llama": (*_HEADS, "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
-    "qwen2": _HEADS, "qwen2moe": _HEADS,
-    "qwen3": (), "qwen3moe": (),
-}  # fmt: skip
-_BIASES = ByArchitecture(_BUILT_IN_BIASES, lambda family: family.gguf.biases)
+# The tensors that may have a bias; None: all may have one.
+_BIASES = ByArchitecture(lambda family: family.gguf.biases)
 # Whether the head is always the embedding table, whatever else is in the file.
-_TIED = ByArchitecture({}, lambda family: family.gguf.is_tied)
+_TIED = ByArchitecture(lambda family: family.gguf.is_tied)
 # Whether RoPE's frequencies may have divisors.
-_DIVIDED = ByArchitecture({"llama": True}, lambda family: family.gguf.is_divided)
+_DIVIDED = ByArchitecture(lambda family: family.gguf.is_divided)
 _LAYER = re.compile(r"blk\.\d+\.")
 
 

@@ -58,6 +58,8 @@ class MetadataTable:
     is_partial: bool = False
     width: str | None = None
     log_multiplier: float = 0.0
+    is_decoder: bool = True
+    required: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,11 @@ class Architecture:
     Attributes:
         model_type, architecture: its names in ``config.json``.
         table: how its metadata becomes settings.
-        is_decoder: whether it is a Llama-like decoder, whose files share most keys.
     """
 
     model_type: str
     architecture: str
     table: MetadataTable
-    is_decoder: bool = True
 
 
 def hf_config(
@@ -122,7 +122,7 @@ def hf_config(
     config |= model.table.fixed
     config["vocab_size"] = rows_of("token_embd.weight", tensors, path)
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    if model.is_decoder:
+    if model.table.is_decoder:
         config |= _decoder(given, tensors, required(divisors, tensors), model.table)
         if config["architectures"][0].endswith("ForCausalLM") and not given.flag(
             "attention.causal", True
@@ -252,35 +252,15 @@ def _token_ids(metadata: Mapping[str, Any], vocab_size: int, path: Any) -> Confi
 # --- settings of one architecture --------------------------------------------------------------
 
 
-def _llama(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """The settings of a Mixtral if there are experts, of a Mistral if there is a window, else of a Llama."""
-    window = given.count("attention.sliding_window", 0, minimum=0)
-    if given.count("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
-        counts = _experts(given)
-        return {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "num_local_experts": counts["num_experts"],
-            "num_experts_per_tok": counts["num_experts_per_tok"],
-            "sliding_window": window or None,
-        }
-    if window:
-        return {
-            "architectures": ["MistralForCausalLM"],
-            "model_type": "mistral",
-            "sliding_window": window,
-        }
-    return {"mlp_bias": "blk.0.ffn_gate.bias" in tensors}
-
-
-def _qwen_moe(given: Settings, tensors: Shapes, config: Config) -> Config:
+def read_qwen_experts(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """Return the settings of the experts of a Qwen."""
     width = given.count("expert_feed_forward_length", None)
     if width is None:  # in old files, the rows of an expert give it
         width = _expert_rows(given, tensors)
     shared = given.count("expert_shared_feed_forward_length", None)
     if shared is None and "blk.0.ffn_gate_shexp.weight" in tensors:
         shared = rows_of("blk.0.ffn_gate_shexp.weight", tensors, given.path)
-    found = {**_experts(given), "moe_intermediate_size": width}
+    found = {**expert_counts(given), "moe_intermediate_size": width}
     if config["intermediate_size"] is None:
         found["intermediate_size"] = width
     if shared is not None:
@@ -295,7 +275,8 @@ def _expert_rows(given: Settings, tensors: Shapes) -> int:
     return int(shape[1])
 
 
-def _experts(given: Settings) -> Config:
+def expert_counts(given: Settings) -> Config:
+    """Return the numbers of experts and of those that a token goes to."""
     experts = given.count("expert_count", maximum=MAX_EXPERTS)
     used = given.count("expert_used_count", maximum=experts)
     return {"num_experts": experts, "num_experts_per_tok": used}
@@ -331,18 +312,7 @@ def window_period(slides: Sequence[bool], usual: int) -> int | None:
     return None
 
 
-def _gpt2(given: Settings, tensors: Shapes, config: Config) -> Config:
-    return {
-        "n_embd": given.count("embedding_length"),
-        "n_layer": given.count("block_count", maximum=MAX_LAYERS),
-        "n_head": given.count("attention.head_count"),
-        "n_inner": given.count("feed_forward_length"),
-        "n_positions": rows_of("position_embd.weight", tensors, given.path),
-        "layer_norm_epsilon": given.number("attention.layer_norm_epsilon"),
-    }
-
-
-def _classifier(architecture: str, given: Settings, tensors: Shapes) -> Config:
+def read_classifier(architecture: str, given: Settings, tensors: Shapes) -> Config:
     """The class and the number of labels of a reranker; nothing for other models."""
     if (tensor := f"{CLASSIFIER}.weight") not in tensors:
         return {}
@@ -360,53 +330,6 @@ def answers_yes_or_no(given: Settings) -> bool:
     return given.prefix == "qwen3." and len(given.items("classifier.output_labels", str, [])) == 2
 
 
-def _qwen3(given: Settings, tensors: Shapes, config: Config) -> Config:
-    return _classifier("Qwen3ForSequenceClassification", given, tensors)
-
-
-def _bert(given: Settings, tensors: Shapes, config: Config) -> Config:
-    """The settings of BERT. A RoBERTa file is read as BERT too, because the converter removes its
-    first rows of positions, up to the padding token's, so that positions count from 0.
-    """
-    if "token_types.weight" not in tensors:
-        raise given.unsupported("a BERT without token types (DistilBERT)")
-    return {
-        **_classifier("BertForSequenceClassification", given, tensors),
-        "hidden_size": given.count("embedding_length"),
-        "intermediate_size": given.count("feed_forward_length"),
-        "num_hidden_layers": given.count("block_count", maximum=MAX_LAYERS),
-        "num_attention_heads": given.count("attention.head_count"),
-        "max_position_embeddings": rows_of("position_embd.weight", tensors, given.path),
-        "type_vocab_size": rows_of("token_types.weight", tensors, given.path),
-        "layer_norm_eps": given.number("attention.layer_norm_epsilon"),
-    }
-
-
-_SILU: Config = {"hidden_act": "silu"}
-_QWEN: Config = {**_SILU, "use_sliding_window": False}
-_SPARSE: Config = {**_QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}
-
-_BUILT_IN = {
-    name: Architecture(
-        model_type, architecture, MetadataTable(fixed=fixed, read=read), name not in ("gpt2", "bert")
-    )
-    for name, (model_type, architecture, fixed, read) in {
-        "llama": ("llama", "LlamaForCausalLM", _SILU, _llama),
-        "qwen2": ("qwen2", "Qwen2ForCausalLM", _QWEN, None),
-        # Only llama.cpp's graphs show whether the shares of the chosen experts are normalised.
-        "qwen2moe": (
-            "qwen2_moe", "Qwen2MoeForCausalLM", {**_SPARSE, "norm_topk_prob": False}, _qwen_moe
-        ),
-        "qwen3": ("qwen3", "Qwen3ForCausalLM", _QWEN, _qwen3),
-        "qwen3moe": (
-            "qwen3_moe", "Qwen3MoeForCausalLM", {**_SPARSE, "norm_topk_prob": True}, _qwen_moe
-        ),
-        "gpt2": ("gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, _gpt2),
-        "bert": (
-            "bert", "BertModel", {"hidden_act": "gelu", "position_embedding_type": "absolute"}, _bert
-        ),
-    }.items()
-}  # fmt: skip
 MODELS = ByArchitecture(
-    _BUILT_IN, lambda family: Architecture(family.model_type, family.architectures[0], family.gguf)
+    lambda family: Architecture(family.model_type, family.architectures[0], family.gguf)
 )

@@ -20,7 +20,7 @@ from ..metadata import MAX_LAYERS, Settings, settings, short
 from ..names import ARCHITECTURES, CLASSIFIER, DIVISORS, Table, hf_names
 from ..pieces import computed, rows
 from ..sources import Exact, Relaid
-from ..table import GGUFTable, table_of
+from ..table import GGUF_TABLES, GGUFTable
 
 DTYPES_KEY = "maxjax.dtypes"
 """Metadata key that lists the tensors widened to float32: "name=BF16", with Hugging Face's names."""
@@ -70,7 +70,7 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
         dtype, shape = source.dtype_and_shape(name)
         encoding = data.quantization_encoding if dtype == np.uint8 else None
         found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, encoding)
-    table = table_of(str(architecture))
+    table = GGUF_TABLES.get(str(architecture))
     if table is not None:
         found |= _numbers(weights, table)
     narrower = _narrower(weights)
