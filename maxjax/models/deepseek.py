@@ -1,175 +1,635 @@
 """DeepSeek V2, V3 and R1, Kimi K2 and Moonlight: latent attention, and experts in all but the first layers.
 
+::
+
+    x = embed_tokens[ids]
+    in each layer:
+        h = input_layernorm(x)
+        qₙ, qᵣ = q_b_proj(norm(q_a_proj(h)))                 for each head: N features without RoPE, R with RoPE
+        c, kᵣ = kv_a_proj_with_mqa(h); c = norm(c)           for all heads together; the cache holds c and rope(kᵣ)
+        kₙ, v = kv_b_proj(c)                                 for each head
+        x = x + o_proj(softmax((qₙ kₙᵀ + rope(qᵣ) rope(kᵣ)ᵀ) · scale) v)
+        h = post_attention_layernorm(x)
+        x = x + mlp(h)
+    logits = lm_head(norm(x))
+
+    mlp(h) = down_proj(silu(gate_proj(h)) · up_proj(h)) in the first layers; in the others
+    mlp(h) = Σ share · expert(h) + shared_experts(h)         over k experts, chosen from the best groups of experts
+
+    scale = m² / √(N + R), with YaRN's m = 0.1 · mscale_all_dim · log(factor) + 1, or 1 without it
+    V2: shares = softmax(gate(h)) · factor;   a group is as good as its best expert, if groups are limited at all
+    V3: shares = sigmoid(gate(h)), divided by their sum, · factor;   experts are chosen by the sigmoid plus a
+        bias that balances them, and a group is as good as its two best experts
+
+Attention never computes kₙ and v: ``kv_b_proj`` is absorbed into the query and into the result of attention, as
+``maxjax/models/parts/latent.py`` explains. Files may have layers of multi-token prediction, which are left out.
+
 Sources: arXiv:2405.04434, arXiv:2412.19437; transformers' ``modeling_deepseek_v2`` and ``_v3``.
+
+Shapes: B sequences, T tokens, H heads, hidden size E; a head's query has N + R features and its value V, C features
+are the latent vector c; X experts with F inner features, k experts for each token. A decode step has no axis T.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, Self
 
-from ..errors import UnsupportedModelError
-from .config import setting
-from .decoder.config import layers_of, own
-from .decoder.experts import BalancedMLP, GroupedMLP, GroupedMoEConfig, MoELayer, after_dense
-from .decoder.latent import LatentAttention, LatentConfig, yarn_scale
-from .decoder.model import Decoder
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..dtype import DType
+from ..errors import CheckpointFormatError, UnsupportedModelError
+from ..graph.device import DeviceRef
+from ..graph.weight.weight import Weight
+from ..graph.weights import WeightData
+from ..kernels.explicit import concatenate
+from ..nn.activation import activation
+from ..nn.embedding import Embedding
+from ..nn.kv_cache.kinds import LatentVectors
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear, linears
+from ..nn.moe import Experts, check_experts, route
+from ..nn.norm import RMSNorm
 from .family import Family
 from .fused_experts import FusedExperts
-from .gguf.architectures.deepseek import DEEPSEEK_GGUF
+from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
+from .gguf.names import NEXT, ROUTED_DEFAULTS, ROUTED_KEYS, Rule, expert_names
+from .gguf.pieces import computed
+from .gguf.table import GGUFTable
 from .names import DECODER, MULTIMODAL, PREDICTION, Drop, Names
-from .parts.rotary import Rope, read_rope
+from .parts import (
+    Angles,
+    LanguageModel,
+    LanguageModelConfig,
+    LayerCache,
+    Rope,
+    absorb_keys,
+    attend,
+    config_field,
+    constant,
+    expand_values,
+    layers,
+    merge_heads,
+    replicate_over_mesh,
+    rope,
+    run_layers,
+    size,
+    split_features_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_defaults,
+)
+from .parts.rotary import read_rope, yarn_score_factor
+
+_LOG = logging.getLogger("maxjax")
+# The epsilon of the norms of compressed vectors; the configuration's is for the other norms.
+_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(LatentConfig, GroupedMoEConfig):
-    """The settings of a DeepSeek V3.
+class DeepseekV2Config(LanguageModelConfig):
+    """The settings of a DeepSeek V2: the keys of its ``config.json``, with transformers' defaults.
 
     Attributes:
+        intermediate_size, moe_intermediate_size: inner features of the MLP in a layer without experts, and F.
+        num_key_value_heads: H, whatever a file says.
+        kv_lora_rank: C.
+        q_lora_rank: size of the compressed vector that queries are computed from; None: they are computed from
+            the hidden states.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V.
+        rope_parameters: the rotary position embedding.
+        score_factor: m, by whose square YaRN multiplies the scores of attention.
+        n_routed_experts, num_experts_per_tok: X and k.
         n_shared_experts: number of experts that every token goes through; together they are one MLP.
-    """
-
-    model_type = "deepseek_v3"
-    fixed = {"mlp_bias": False}
-    unsaid: ClassVar[Mapping[str, Any]] = {"q_lora_rank": 1536}
-    first_dense: ClassVar[int] = 3
-    # The supported values of ``topk_method``, and whether experts are chosen only from the best groups.
-    methods: ClassVar[Mapping[str, bool]] = {"noaux_tc": True}
-
-    max_position_embeddings: int = setting(default=4096, minimum=1)
-    num_experts: int = setting(
-        "n_routed_experts", default=256, held="axis", also=("num_local_experts",)
-    )
-    num_experts_per_tok: int = setting(default=8, minimum=1, held="axis")
-    moe_intermediate_size: int | None = setting(default=2048, minimum=1, held="axis")
-    n_shared_experts: int = setting(default=1, held="axis")
-    routed_scaling_factor: float = setting(default=2.5)
-    n_group: int = setting(default=8, minimum=1, held="axis")
-    topk_group: int = setting(default=4, minimum=1, held="axis")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shared_size", self.expert_size * self.n_shared_experts or None)
-        super().__post_init__()
-
-    @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """RoPE of neighbouring features unless ``rope_interleave`` says otherwise."""
-        return {
-            "rope": read_rope(raw, context, interleaved=raw.get("rope_interleave") is not False)
-        }
-
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The layers with experts, the size of the shared MLP, and the scale of scores, which depends on YaRN."""
-        scoring = raw.get("scoring_func", cls.scoring)
-        if scoring != cls.scoring:
-            raise UnsupportedModelError(
-                f"'scoring_func' {str(scoring)[:60]!r} of a {cls.model_type}"
-            )
-        if raw.get("moe_layer_freq") not in (None, 1):
-            raise UnsupportedModelError(f"'moe_layer_freq' other than 1 of a {cls.model_type}")
-        method = raw.get("topk_method")
-        if method not in (None, *cls.methods):
-            raise UnsupportedModelError(
-                f"'topk_method' {str(method)[:60]!r} of a {cls.model_type}: "
-                f"supported are {', '.join(cls.methods)}"
-            )
-        found = {
-            "sliding_window": None,
-            "sparse": after_dense(raw, layers_of(raw), cls.first_dense),
-        }
-        return {**found, **yarn_scale(raw)}
-
-
-@dataclass(frozen=True)
-class DeepseekV2Config(DeepseekV3Config):
-    """The settings of a DeepSeek V2, whose experts are chosen by a softmax.
-
-    Attributes:
+        first_k_dense_replace: number of first layers that have an MLP in place of experts.
+        routed_scaling_factor: factor of the shares of the chosen experts.
         topk_method: "greedy", or "group_limited_greedy" for experts from the best groups.
+        n_group, topk_group: number of groups of experts, and of those that a token chooses from.
+        scoring_func: what turns the router's results into scores.
+        best_of_group: number of a group's best experts whose scores are the score of the group.
     """
 
     model_type = "deepseek_v2"
     unused = ("rope_interleave",)  # RoPE is of neighbouring features whatever it says
-    scoring: ClassVar[str] = "softmax"
-    first_dense: ClassVar[int] = 0
-    methods: ClassVar[Mapping[str, bool]] = {"greedy": False, "group_limited_greedy": True}
 
-    max_position_embeddings: int = setting(default=2048, minimum=1)
-    num_experts: int = setting(
-        "n_routed_experts", default=64, held="axis", also=("num_local_experts", "num_experts")
-    )
-    num_experts_per_tok: int = setting(default=6, minimum=1, held="axis")
-    moe_intermediate_size: int | None = setting(default=1407, minimum=1, held="axis")
-    norm_topk_prob: bool = setting(default=False)
-    n_shared_experts: int = setting(default=2, held="axis")
-    routed_scaling_factor: float = setting(default=1.0)
-    n_group: int = setting(default=1, minimum=1, held="axis")
-    topk_group: int = setting(default=1, minimum=1, held="axis")
-    topk_method: str = setting(default="greedy")
-    best_of_group: int = own(1)
-    rope: Rope = own(Rope(interleaved=True))
-
-    def __post_init__(self) -> None:
-        if self.topk_method not in self.methods:
-            known = " or ".join(self.methods)
-            raise ValueError(f"'topk_method' is {self.topk_method[:60]!r}: {known}")
-        if not self.methods[self.topk_method]:
-            for name in ("n_group", "topk_group"):
-                object.__setattr__(self, name, 1)
-        super().__post_init__()
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    num_key_value_heads: int | None = size(default=None)
+    max_position_embeddings: int = config_field(2048, minimum=1)
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    kv_lora_rank: int = size(default=512)
+    q_lora_rank: int | None = size(default=None)
+    qk_nope_head_dim: int = size(default=128)
+    qk_rope_head_dim: int = size(default=64, minimum=2)
+    v_head_dim: int = size(default=128)
+    rope_parameters: Rope = Rope(interleaved=True)
+    score_factor: float = constant(1.0)
+    n_routed_experts: int = size(default=64, aliases=("num_local_experts", "num_experts"))
+    num_experts_per_tok: int = size(default=6)
+    moe_intermediate_size: int = size(default=1407)
+    n_shared_experts: int = size(default=2, minimum=0)
+    first_k_dense_replace: int = 0
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    topk_method: str = config_field("greedy", choices=("greedy", "group_limited_greedy"))
+    n_group: int = size(default=1)
+    topk_group: int = size(default=1)
+    scoring_func: str = constant("softmax")
+    best_of_group: int = constant(1)
 
     @classmethod
-    def ropes(cls, raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-        """RoPE of neighbouring features."""
-        return {"rope": read_rope(raw, context, interleaved=True)}
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file; null for ``q_lora_rank`` means that queries are not compressed.
+
+        Raises:
+            UnsupportedModelError: experts are chosen in another way, or only in every n-th layer.
+        """
+        raw = with_defaults(raw, {"q_lora_rank": 1536})
+        expected = {"scoring_func": cls.scoring_func, "moe_layer_freq": 1}
+        if cls.scoring_func == "softmax":
+            expected["norm_topk_prob"] = False
+        for key, value in expected.items():
+            if raw.get(key) not in (None, value):
+                raise UnsupportedModelError(
+                    f"'{key}' {str(raw[key])[:60]!r} is not supported for {cls.model_type} "
+                    f"(supported: {value!r})"
+                )
+        values.setdefault("score_factor", yarn_score_factor(raw))
+        return super().from_hf(raw, **values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, with YaRN's ``mscale_all_dim``."""
+        found = {**super().to_hf(), "q_lora_rank": self.q_lora_rank}
+        if self.score_factor != 1:
+            factor = self.rope_parameters.scaling.factor
+            all_dim = round((self.score_factor - 1) / (0.1 * math.log(factor)), 6)
+            found["rope_scaling"] = {**found["rope_scaling"], "mscale_all_dim": all_dim}
+        return found
+
+    def _fill_in(self) -> None:
+        self._set("num_key_value_heads", self.num_attention_heads)
+        if self.topk_method == "greedy":
+            self._set("n_group", 1)
+            self._set("topk_group", 1)
+        super()._fill_in()
+
+    def _check(self) -> None:
+        super()._check()
+        if self.topk_method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+            raise ValueError(
+                f"'topk_method' must be greedy or group_limited_greedy, not {self.topk_method[:60]!r}"
+            )
+        groups = self.n_group, self.topk_group, self.best_of_group
+        try:
+            check_experts(self.n_routed_experts, self.num_experts_per_tok, *groups)
+        except ValueError as error:
+            raise ValueError(
+                "'n_routed_experts', 'num_experts_per_tok', 'n_group' and 'topk_group' do not fit together: "
+                f"{error}"
+            ) from None
+
+    @property
+    def head_dim(self) -> int:
+        """R, the width of the part of a head that RoPE rotates."""
+        return self.qk_rope_head_dim
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        return layer >= self.first_k_dense_replace
+
+    def states(self, layer: int) -> Mapping[str, LatentVectors]:
+        """One vector ``[R + C]`` for each token, which all heads share."""
+        width = self.qk_rope_head_dim + self.kv_lora_rank
+        return {"full": LatentVectors(1, width, None, self.num_attention_heads)}
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config(DeepseekV2Config):
+    """The settings of a DeepSeek V3."""
+
+    model_type = "deepseek_v3"
+    unused = ()
+
+    max_position_embeddings: int = config_field(4096, minimum=1)
+    n_routed_experts: int = size(default=256, aliases=("num_local_experts",))
+    num_experts_per_tok: int = size(default=8)
+    moe_intermediate_size: int = size(default=2048)
+    n_shared_experts: int = size(default=1, minimum=0)
+    first_k_dense_replace: int = 3
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    topk_method: str = constant("noaux_tc")
+    n_group: int = size(default=8)
+    topk_group: int = size(default=4)
+    scoring_func: str = constant("sigmoid")
+    best_of_group: int = constant(2)
 
     @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`DeepseekV3Config.derived`; files with normalised shares are refused."""
-        if raw.get("norm_topk_prob"):
-            raise UnsupportedModelError("'norm_topk_prob' of a deepseek_v2")
-        return super().derived(raw)
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file, in which ``rope_interleave`` false stands for RoPE of two halves.
+
+        Raises:
+            UnsupportedModelError: experts are chosen in another way, or only in every n-th layer.
+        """
+        method = raw.get("topk_method")
+        if method not in (None, "noaux_tc"):
+            raise UnsupportedModelError(
+                f"'topk_method' {str(method)[:60]!r} is not supported for {cls.model_type} "
+                "(supported: 'noaux_tc')"
+            )
+        context = cls.read_field(raw, "max_position_embeddings")
+        interleaved = raw.get("rope_interleave") is not False
+        values.setdefault("rope_parameters", read_rope(raw, context, interleaved=interleaved))
+        return super().from_hf(raw, **values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, with the order of the features that RoPE rotates."""
+        return {**super().to_hf(), "rope_interleave": self.rope_parameters.interleaved}
 
 
-class DeepseekV2Layer(MoELayer):
-    """A layer of a DeepSeek V2."""
+class DeepseekAttention(Module):
+    """Multi-head latent attention: keys and values of all heads are computed from one short vector for each token."""
 
-    attention_class: ClassVar[Any] = LatentAttention
-    sparse_class: ClassVar[Any] = GroupedMLP
+    def __init__(self, config: DeepseekV2Config, dtype: DType):
+        super().__init__()
+        E, H, C, Q = (
+            config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
+        )  # fmt: skip
+        N, R, V = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        bias = config.attention_bias
+        self.heads, self.nope_dim, self.rope_dim, self.value_dim = H, N, R, V
+        self.scale = (N + R) ** -0.5 * config.score_factor**2
+        self.compresses_queries = Q is not None
+        if Q is None:
+            self.q_proj = Linear(E, H * (N + R), dtype)
+        else:
+            self.q_a_proj = Linear(E, Q, dtype, has_bias=bias)
+            self.q_a_layernorm = RMSNorm(Q, dtype, _EPSILON)
+            self.q_b_proj = Linear(Q, H * (N + R), dtype)
+        self.kv_a_proj_with_mqa = Linear(E, C + R, dtype, has_bias=bias)
+        self.kv_a_layernorm = RMSNorm(C, dtype, _EPSILON)
+        self.kv_b_proj = Linear(C, H * (N + V), dtype)
+        self.o_proj = Linear(H * V, E, dtype, has_bias=bias)
+
+    def __call__(
+        self, x: jax.Array, cache: LayerCache, angles: Angles
+    ) -> tuple[jax.Array, LayerCache]:
+        N, R, V = self.nope_dim, self.rope_dim, self.value_dim
+        if self.compresses_queries:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x).astype(x.dtype)))
+        else:
+            q = self.q_proj(x)
+        q = split_heads(q.astype(x.dtype), N + R)  # [B, T, H, N + R]
+        kv = self.kv_a_proj_with_mqa(x).astype(x.dtype)  # [B, T, C + R]
+        c = self.kv_a_layernorm(kv[..., :-R])  # [B, T, C]
+        k = rope(kv[..., None, -R:], angles)  # [B, T, 1, R]
+        q = concatenate([rope(q[..., N:], angles), absorb_keys(q[..., :N], self.kv_b_proj)], -1)
+        k = concatenate([k, c[..., None, :]], -1)  # [B, T, 1, R + C]; it is key and value
+        y, cache = attend(q, k, k, cache, scale=self.scale)  # [B, T, H, R + C]
+        y = expand_values(y[..., R:], self.kv_b_proj, V)  # [B, T, H, V]
+        return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits queries, keys, values and the output projection between heads; compressed vectors are replicated."""
+        N, R, V, queries = self.nope_dim, self.rope_dim, self.value_dim, "q_proj"
+        compressing = ["kv_a_proj_with_mqa"]
+        if self.compresses_queries:
+            queries = "q_b_proj"
+            compressing.append("q_a_proj")
+        return {
+            **split_heads_over_mesh({queries: self.heads}, {}, N + R),
+            **split_heads_over_mesh({"kv_b_proj": self.heads}, {}, N + V),
+            **split_heads_over_mesh({}, {"o_proj": self.heads}, V),
+            **replicate_over_mesh(*compressing),
+        }
 
 
-class DeepseekV3Layer(DeepseekV2Layer):
-    """A layer of a DeepSeek V3."""
+class DeepseekMLP(Module):
+    """The gated MLP, SwiGLU (arXiv:2002.05202)."""
 
-    sparse_class: ClassVar[Any] = BalancedMLP
+    def __init__(self, config: DeepseekV2Config, inner: int, dtype: DType):
+        super().__init__()
+        self.act = config.hidden_act
+        self.gate_proj = Linear(config.hidden_size, inner, dtype)
+        self.up_proj = Linear(config.hidden_size, inner, dtype)
+        self.down_proj = Linear(inner, config.hidden_size, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = linears([self.gate_proj, self.up_proj], x)  # [B, T, F]
+        return self.down_proj(activation(self.act)(gate) * up).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        return split_features_over_mesh(["gate_proj", "up_proj"], ["down_proj"])
 
 
-class DeepseekV2(Decoder):
-    """A DeepSeek V2 language model."""
+class DeepseekRouter(Linear):
+    """The router of V3, with a bias ``[X]`` that affects which experts are chosen, and not their shares."""
 
-    layer_class: ClassVar[Any] = DeepseekV2Layer
+    def __init__(self, config: DeepseekV2Config, dtype: DType):
+        super().__init__(config.hidden_size, config.n_routed_experts, dtype)
+        self.e_score_correction_bias = Weight(
+            "e_score_correction_bias", DType.float32, (config.n_routed_experts,), DeviceRef.CPU()
+        )
 
 
-class DeepseekV3(Decoder):
+class DeepseekSparseMLP(Module):
+    """The mixture of experts: ``Σ share · expert(x)`` over the k chosen experts, and an MLP for every token."""
+
+    def __init__(self, config: DeepseekV2Config, dtype: DType):
+        super().__init__()
+        E, F, X = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        self.top_k, self.scoring = config.num_experts_per_tok, config.scoring_func
+        self.normalised, self.factor = config.norm_topk_prob, config.routed_scaling_factor
+        self.groups, self.top_groups = config.n_group, config.topk_group
+        self.best_of_group = config.best_of_group
+        self.is_balanced = config.scoring_func == "sigmoid"
+        self.gate: Any = DeepseekRouter(config, dtype) if self.is_balanced else Linear(E, X, dtype)
+        self.experts = Experts(E, F, X, dtype, act=config.hidden_act)
+        shared = F * config.n_shared_experts
+        self.shared_experts = DeepseekMLP(config, shared, dtype) if shared else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scores = self.gate(x.astype(jnp.float32))  # [B, T, X]
+        chosen, shares = route(
+            scores, self.top_k, self.scoring, normalised=self.normalised, factor=self.factor,
+            groups=self.groups, top_groups=self.top_groups, best_of_group=self.best_of_group,
+            bias=self.gate.e_score_correction_bias if self.is_balanced else None,
+        )  # [B, T, k]  # fmt: skip
+        y = self.experts(x, chosen, shares)  # [B, T, E]
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the router."""
+        return replicate_over_mesh("gate")
+
+
+class DeepseekBlock(Module):
+    """One layer: attention, then the MLP or the mixture of experts, each added to the hidden states."""
+
+    def __init__(self, config: DeepseekV2Config, layer: int, dtype: DType):
+        super().__init__()
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
+        self.self_attn = DeepseekAttention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
+        self.mlp: Any = (
+            DeepseekSparseMLP(config, dtype)
+            if config.is_sparse(layer)
+            else DeepseekMLP(config, config.intermediate_size, dtype)
+        )
+
+    def __call__(
+        self, x: jax.Array, cache: LayerCache, angles: Angles
+    ) -> tuple[jax.Array, LayerCache]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache, angles)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class DeepseekModel(Module):
+    """The model without its head: ``model`` in the files."""
+
+    def __init__(self, config: DeepseekV2Config, dtype: DType):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = LayerList(
+            DeepseekBlock(config, layer, dtype) for layer in range(config.num_hidden_layers)
+        )
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.norm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
+
+    def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        x = self.embed_tokens(ids).astype(self.dtype.np)  # [B, T, E]
+        angles = self.config.rope_parameters.angles(cache, self.config.qk_rope_head_dim)
+        x, cache = run_layers(self.layers, x, cache, angles)
+        return self.norm(x), cache
+
+
+class DeepseekV2(LanguageModel):
+    """A DeepSeek V2 language model.
+
+    Args:
+        config: settings of the model.
+        dtype: dtype of the weights and of the activations between layers. Norms, softmax and sums
+            are computed in float32 for every dtype.
+        stacked: whether the layers are held as a LayerStack, whose body is compiled once.
+    """
+
+    def __init__(
+        self, config: DeepseekV2Config, dtype: Any = DType.float32, *, stacked: bool = True
+    ):
+        super().__init__(config, dtype)
+        self.model = DeepseekModel(config, self.dtype)
+        self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)
+        if stacked:
+            self.stack()
+
+
+class DeepseekV3(DeepseekV2):
     """A DeepSeek V3 language model; also R1, Kimi K2 and Moonlight.
 
     Example:
         >>> config = DeepseekV3Config(100, 8, 16, num_hidden_layers=4, num_attention_heads=2, kv_lora_rank=6,
-        ...     q_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=5, num_experts=8,
+        ...     q_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=8,
         ...     num_experts_per_tok=2, moe_intermediate_size=4, n_group=1, topk_group=1)
         >>> cache = DeepseekV3(config).cache(batch=1, capacity=16)
         >>> cache.keys.shape, cache.values is cache.keys
         ((4, 1, 1, 16, 8), True)
     """
 
-    layer_class: ClassVar[Any] = DeepseekV3Layer
 
+# --- GGUF files ---------------------------------------------------------------------------------
+#
+# They hold kv_b_proj as two tensors, keys [C, N] and values [V, C] of each head, so that llama.cpp can attend to
+# latent vectors as to one KV head; files from before April 2025 hold it as one. Source: DeepseekV2Model of llama.cpp's
+# converter, and its src/models/deepseek2.cpp.
+
+_BOTH, _KEYS, _VALUES = (f"self_attn.{part}_proj.weight" for part in ("kv_b", "k_b", "v_b"))
+# llama.cpp's numbers of the functions that give scores to experts.
+_SOFTMAX, _SIGMOID = 1, 2
+
+
+def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+    """Joins keys ``[H, C, N]`` and values ``[H, V, C]`` to ``kv_b_proj`` ``[H · (N + V), C]``."""
+    found = dict(tensors)
+    for name in tensors:
+        if not name.endswith(_KEYS):
+            continue
+        front = name.removesuffix(_KEYS)
+        pair: list[Any] = [found.pop(name), found.pop(front + _VALUES, None)]
+        shapes: list[Any] = [
+            () if one is None else tuple(map(int, one.logical_shape)) for one in pair
+        ]
+        if pair[1] is None or [len(shape) for shape in shapes] != [3, 3]:
+            raise CheckpointFormatError(
+                "keys without values of latents", path=given.path, tensor=name,
+                expected="[H, C, N] and [H, V, C]", found=shapes,
+            )  # fmt: skip
+        (heads, size, keys), (others, values, other) = shapes
+        if (heads, size) != (others, other):
+            raise CheckpointFormatError(
+                "keys and values differ in their heads or latents", path=given.path, tensor=name,
+                expected=[heads, values, size], found=shapes[1],
+            )  # fmt: skip
+
+        def join(k: np.ndarray, v: np.ndarray) -> np.ndarray:
+            return np.concatenate([k.swapaxes(1, 2), v], 1).reshape(-1, k.shape[1])
+
+        new = front + _BOTH
+        if new in found:
+            raise CheckpointFormatError(
+                "the tensor is there as a whole too", path=given.path, tensor=name
+            )
+        found[new] = computed(new, pair, join, (heads * (keys + values), size))
+    return found
+
+
+def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+    """Splits ``kv_b_proj`` into keys ``[H, C, N]`` and values ``[H, V, C]``; blocks are dequantised."""
+    heads, keys, values = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    size = config.kv_lora_rank
+
+    def split(both: np.ndarray) -> np.ndarray:
+        return both.reshape(heads, keys + values, size)[:, :keys].swapaxes(1, 2)
+
+    def rest(both: np.ndarray) -> np.ndarray:
+        return both.reshape(heads, keys + values, size)[:, keys:]
+
+    found: dict[str, WeightData] = {}
+    for name, data in tensors.items():
+        if not name.endswith(_BOTH):
+            found[name] = data
+            continue
+        front = name.removesuffix(_BOTH)
+        shape = tuple(map(int, data.logical_shape))
+        if shape != (heads * (keys + values), size):
+            raise CheckpointFormatError(
+                "not the shape that the configuration says", tensor=name,
+                expected=[heads * (keys + values), size], found=shape,
+            )  # fmt: skip
+        found[front + _KEYS] = computed(front + _KEYS, [data], split, (heads, size, keys))
+        found[front + _VALUES] = computed(front + _VALUES, [data], rest, (heads, values, size))
+    return found
+
+
+def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The family (V2 or V3), the widths of a head, and values that files leave out."""
+    rotated = given.count("rope.dimension_count")
+    width, value = (
+        given.count(f"attention.{kind}_length_mla", given.count(f"attention.{kind}_length"))
+        for kind in ("key", "value")
+    )
+    if width <= rotated:
+        raise given.wrong("attention.key_length_mla", f"over {rotated}", width, "is out of range")
+    gating = given.count("expert_gating_func", 0, minimum=0) or _SOFTMAX
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise given.unsupported(f"'{given.prefix}expert_gating_func' {gating}")
+    # Layers of multi-token prediction, as of GLM-4.7-Flash.
+    more = given.count("nextn_predict_layers", 0, minimum=0)
+    found = {
+        "num_hidden_layers": config["num_hidden_layers"] - more,
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": width - rotated, "v_head_dim": value,
+        "q_lora_rank": given.count("attention.q_lora_rank", None),
+        "routed_scaling_factor": config["routed_scaling_factor"] or 1.0,
+    }  # fmt: skip
+    groups = given.count("expert_group_count", 1, maximum=MAX_EXPERTS)
+    chosen = given.count("expert_group_used_count", groups, maximum=groups)
+    if gating == _SIGMOID or groups > 1:
+        found |= {"n_group": groups, "topk_group": chosen}
+    if gating == _SOFTMAX:
+        method = "group_limited_greedy" if groups > 1 else "greedy"
+        kinds = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+        found |= {**kinds, "topk_method": method}
+    return found
+
+
+def _to_gguf(config: Any) -> dict[str, Any]:
+    """The widths of a head, and how experts are chosen."""
+    if not config.rope_parameters.interleaved:
+        raise unsupported("'rope_interleave' False in a GGUF file")
+    if not config.n_shared_experts:
+        raise unsupported("'n_shared_experts' 0 in a GGUF file")
+    softmax = config.scoring_func == "softmax"
+    groups = {}
+    if config.n_group > 1:
+        groups = {
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+        }
+        if softmax:
+            _LOG.warning(
+                "llama.cpp chooses groups of experts by the two best scores, this model by the best: "
+                "its results differ"
+            )
+    size, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    sparse = [config.is_sparse(layer) for layer in range(config.num_hidden_layers)]
+    dense = sparse.index(True) if any(sparse) else config.num_hidden_layers
+    if not all(sparse[dense:]):
+        raise unsupported("layers without experts after one with experts in a GGUF file")
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": size + rotated,
+        "attention.value_length": size,
+        "attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        "leading_dense_block_count": dense,
+        "expert_gating_func": _SOFTMAX if softmax else _SIGMOID,
+        **groups,
+    }
+
+
+_EXTRA = ("q_a", "q_b", "kv_b", "k_b", "v_b")
+DEEPSEEK_GGUF = GGUFTable(
+    "deepseek2",
+    {
+        ".attn_k": None,
+        ".attn_v": None,
+        **{f".attn_{part}": f"self_attn.{part}_proj" for part in _EXTRA},
+        ".attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        ".attn_q_a_norm": "self_attn.q_a_layernorm",
+        ".attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        ".exp_probs_b": Rule("mlp.gate.e_score_correction_bias", only="bias"),
+        **expert_names(shared="shared_experts"),
+        **NEXT,
+    },
+    keys={
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.value_length_mla": "v_head_dim",
+        **ROUTED_KEYS,
+    },
+    fixed={"hidden_act": "silu", "rope_interleave": True, **ROUTED_DEFAULTS},
+    read=_of_gguf,
+    write=_to_gguf,
+    written=(
+        "attention.key_length_mla", "expert_gating_func", "expert_group_count",
+        "expert_group_used_count",
+    ),
+    biases=("exp_probs_b",),
+    width="rope.dimension_count",
+    log_multiplier=0.1,
+    join=_join,
+    split=_split,
+)  # fmt: skip
 
 DEEPSEEK_V2 = DeepseekV2.family = Family.of(
     DeepseekV2, DeepseekV2Config, names=Names(PREDICTION, FusedExperts(), *DECODER)
 )
+# Kimi K2.5 and later are multimodal, and their text model is a DeepSeek V3.
 DEEPSEEK_V3 = DeepseekV3.family = Family.of(
     DeepseekV3,
     DeepseekV3Config,
@@ -177,4 +637,4 @@ DEEPSEEK_V3 = DeepseekV3.family = Family.of(
     gguf=DEEPSEEK_GGUF,
 )
 # Kimi K2's files name DeepSeek's architecture, but a model type of their own.
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)
+KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)

@@ -32,6 +32,8 @@ from .config import rope_layers as rope_layers
 from .config import size as size
 from .config import with_defaults as with_defaults
 from .language_model import LanguageModel as LanguageModel
+from .latent import absorb_keys as absorb_keys
+from .latent import expand_values as expand_values
 from .layer_loop import replicate_over_mesh as replicate_over_mesh
 from .layer_loop import run_layers as run_layers
 from .layer_loop import split_features_over_mesh as split_features_over_mesh

@@ -448,6 +448,26 @@ def rope_settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return name, {**outer, **given}
 
 
+def yarn_score_factor(raw: Mapping[str, Any]) -> float:
+    """Return m, by whose square YaRN multiplies the scores of attention: 1 without the setting ``mscale_all_dim``.
+
+    Raises:
+        ValueError: ``factor`` or ``mscale_all_dim`` is not a positive number.
+
+    Example:
+        >>> yarn_score_factor({"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0}})
+        1.3688879454113936
+    """
+    _, given = rope_settings(raw)
+    factor, all_dim = given.get("factor"), given.get("mscale_all_dim")
+    if given.get("rope_type", given.get("type", "default")) == "default" or not all_dim:
+        return 1.0
+    good = isinstance(all_dim, (int, float)) and 0 < all_dim < 1e30
+    if not (good and isinstance(factor, (int, float)) and 0 < factor < 1e30):
+        raise ValueError("'factor' and 'mscale_all_dim' of the RoPE must be positive numbers")
+    return yarn_mscale(factor, all_dim)
+
+
 def rope_or(raw: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration, with ``given`` as its RoPE settings if it has no object of such settings.
 

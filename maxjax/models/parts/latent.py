@@ -1,0 +1,68 @@
+"""The two products by which attention works on compressed vectors, from which a linear layer computes keys and values.
+
+For each head h, ``kv_b_proj`` computes keys ``W_k c`` and values ``W_v c`` from the vector c of a token. Since
+``q · (W_k c) = (W_kᵀ q) · c``, and a weighted sum of values is W_v times the sum of the vectors, all heads can attend
+to the vectors themselves: keys and values are never computed, and the cache holds one vector for each token.
+
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ...graph.weight.weight import Weight
+from ...kernels.head_products import head_products
+from ...nn.linear import Linear
+
+
+def absorb_keys(q: jax.Array, kv_b_proj: Linear) -> jax.Array:
+    """Return ``W_kᵀ q`` for each head: the query for the vectors that ``kv_b_proj`` computes keys from.
+
+    Args:
+        q: queries ``[..., H, N]``.
+        kv_b_proj: linear layer ``[H · (N + V), C]``, whose first N rows for each head are W_k.
+
+    Returns:
+        ``[..., H, C]``, in the dtype of ``q``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = Linear(4, 2 * (3 + 5))
+        >>> _ = layer.load_state_dict({"weight": jnp.ones((16, 4))})
+        >>> absorb_keys(jnp.ones((1, 2, 3)), layer).tolist()
+        [[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]]
+    """
+    return head_products(q, _weight(kv_b_proj), q.shape[-2], 0, q.shape[-1], True)
+
+
+def expand_values(y: jax.Array, kv_b_proj: Linear, width: int) -> jax.Array:
+    """Return ``W_v y`` for each head: the value of a weighted sum of the vectors.
+
+    Args:
+        y: weighted sums ``[..., H, C]``.
+        kv_b_proj: linear layer ``[H · (N + V), C]``, whose last V rows for each head are W_v.
+        width: V.
+
+    Returns:
+        ``[..., H, V]``, in the dtype of ``y``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = Linear(4, 2 * (3 + 1))
+        >>> _ = layer.load_state_dict({"weight": jnp.ones((8, 4))})
+        >>> expand_values(jnp.ones((1, 2, 4)), layer, 1).tolist()
+        [[[4.0], [4.0]]]
+    """
+    heads = y.shape[-2]
+    first = int(kv_b_proj.weight.shape[0]) // heads - width
+    return head_products(y, _weight(kv_b_proj), heads, first, width, False)
+
+
+def _weight(layer: Linear) -> Any:
+    """The weight of a linear layer as an operand of kernels, with the layer's low-rank update if it has one."""
+    weight: Any = layer.weight
+    operand = weight.stored.operand() if isinstance(weight, Weight) else weight
+    return layer.updated_weight(operand, "latent attention")
