@@ -103,7 +103,7 @@ _STREAM = "XLA schedules the work itself; call the function directly"
 _CACHE = "use maxjax.nn.KVCache, which is an argument and a result of the model"
 _STATE = "recurrent states are part of maxjax.nn.KVCache; maxjax.nn.ssm has the scans as functions"
 _ATTENTION = "use AttentionWithRope; on a mesh, Module.to shards it"
-_LATENT = "use a DeepSeek decoder of maxjax.models (models/decoder/latent.py)"
+_LATENT = "use a DeepSeek decoder of maxjax.models (models/deepseek.py)"
 _PACKED = "quantised checkpoints are read by maxjax.load, into the layers of maxjax.nn.quantized"
 _PAGED = (
     "there are no paged caches; maxjax.kernels.attention runs attention over a maxjax.nn.KVCache"

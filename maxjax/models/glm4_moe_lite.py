@@ -100,6 +100,7 @@ class GLM4MoELiteConfig(LanguageModelConfig):
             two best experts are the best.
         mlp_layer_types: "dense" or "sparse" for each layer, which has experts if it is sparse; by default all
             layers but the first.
+        scoring_func: what turns the router's results into scores.
     """
 
     model_type = "glm4_moe_lite"
@@ -131,6 +132,7 @@ class GLM4MoELiteConfig(LanguageModelConfig):
     n_group: int = size(default=1)
     topk_group: int = size(default=1)
     mlp_layer_types: tuple[str, ...] = config_field((), choices=(DENSE, SPARSE))
+    scoring_func: str = constant("sigmoid")
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:

@@ -204,7 +204,7 @@ HALF = Rope(part=0.5, interleaved=True)
         (HunyuanMoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"num_experts_per_tok": 4}),
         (Ernie45MoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"num_experts": 8, "num_experts_per_tok": 4}),
         (GLM4MoEConfig, {"num_local_experts": 8}, {"num_experts": 8}),
-        (DeepseekV2Config, {"num_experts": 8}, {"num_experts": 8}),
+        (DeepseekV2Config, {"num_experts": 8}, {"n_routed_experts": 8}),
         (GPTJConfig, {"rotary_dim": 2},
          {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "rope": HALF, "rotary_dim": 2}),
         (GPTNeoConfig, {"attention_layers": ["local", "global"], "attention_types": [[["global", "local"], 12]]},

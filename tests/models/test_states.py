@@ -24,8 +24,8 @@ RECURRENT = Qwen35Config(
 )  # fmt: skip
 LATENT = DeepseekV3Config(
     VOCAB, 16, 24, num_hidden_layers=3, num_attention_heads=4, kv_lora_rank=12, q_lora_rank=8, qk_nope_head_dim=4,
-    qk_rope_head_dim=4, v_head_dim=6, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-    n_group=1, topk_group=1, max_position_embeddings=128,
+    qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+    first_k_dense_replace=0, n_group=1, topk_group=1, max_position_embeddings=128,
 )  # fmt: skip
 SHARED = Gemma4Config(
     VOCAB, 16, 24, **{**SMALL, "num_hidden_layers": 6}, global_head_dim=12, hidden_size_per_layer_input=4,

@@ -79,8 +79,8 @@ def predicting(folder):
     """A DeepSeek V3 with a layer that predicts the token after the next one."""
     config = DeepseekV3Config(
         60, 16, 24, num_hidden_layers=2, num_attention_heads=2, kv_lora_rank=6, q_lora_rank=4, qk_nope_head_dim=4,
-        qk_rope_head_dim=2, v_head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4,
-        n_group=1, topk_group=1,
+        qk_rope_head_dim=2, v_head_dim=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=4,
+        first_k_dense_replace=0, n_group=1, topk_group=1,
     )  # fmt: skip
     more = parts("model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight")
     return written(
