@@ -97,8 +97,8 @@ from .helium import Helium as Helium
 from .helium import HeliumConfig as HeliumConfig
 from .hunyuan import Hunyuan as Hunyuan
 from .hunyuan import HunyuanConfig as HunyuanConfig
-from .hunyuan_moe import HunyuanMoE as HunyuanMoE
-from .hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
+from .hunyuan import HunyuanMoE as HunyuanMoE
+from .hunyuan import HunyuanMoEConfig as HunyuanMoEConfig
 from .jina import JinaV3Config as JinaV3Config
 from .jina import JinaV3ForSequenceClassification as JinaV3ForSequenceClassification
 from .jina import JinaV3Model as JinaV3Model

@@ -123,7 +123,7 @@ class DeepseekV2Config(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
+    num_key_value_heads: int = size(default=None)
     max_position_embeddings: int = config_field(2048, minimum=1)
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"

@@ -95,8 +95,8 @@ class GLM4MoEConfig(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
-    head_dim: int | None = size(default=None)
+    num_key_value_heads: int = size(default=None)
+    head_dim: int = size(default=None)
     hidden_act: str = "silu"
     max_position_embeddings: int = config_field(131_072, minimum=1)
     rms_norm_eps: float = 1e-5
@@ -143,7 +143,6 @@ class GLM4MoEAttention(Module):
         super().__init__()
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         E, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
-        assert K is not None and D is not None
         self.heads, self.kv_heads, self.head_dim = H, K, D
         self.q_proj = Linear(E, H * D, dtype, has_bias=bias)
         self.k_proj = Linear(E, K * D, dtype, has_bias=bias)

@@ -110,7 +110,7 @@ class GLM4MoELiteConfig(LanguageModelConfig):
     intermediate_size: int = size()
     num_hidden_layers: int = layers()
     num_attention_heads: int = size()
-    num_key_value_heads: int | None = size(default=None)
+    num_key_value_heads: int = size(default=None)
     max_position_embeddings: int = config_field(202_752, minimum=1)
     rms_norm_eps: float = 1e-5
     hidden_act: str = "silu"

@@ -123,7 +123,7 @@ ENTRIES: dict[str, Entry] = {
         "DistilBertModel DistilBertForMaskedLM DistilBertForTokenClassification "
         "DistilBertForQuestionAnswering DistilBertForMultipleChoice",
     ),
-    "hunyuan_moe.HunyuanMoE": Entry(
+    "hunyuan.HunyuanMoE": Entry(
         "hunyuan_v1_moe",
         "HunYuanMoEV1ForCausalLM HunYuanMoEV1Model",
         "hunyuan-moe",

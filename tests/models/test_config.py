@@ -24,7 +24,7 @@ from maxjax.models.gpt2 import GPT2Config
 from maxjax.models.gpt_neo import GPTNeoConfig
 from maxjax.models.gptj import GPTJConfig
 from maxjax.models.gte import GteConfig
-from maxjax.models.hunyuan_moe import HunyuanMoEConfig
+from maxjax.models.hunyuan import HunyuanMoEConfig
 from maxjax.models.lfm2 import LFM2MoEConfig
 from maxjax.models.llama import LlamaConfig, MistralConfig, SeedOSSConfig
 from maxjax.models.minimax_m2 import MiniMaxM2Config
@@ -201,9 +201,9 @@ HALF = Rope(part=0.5, interleaved=True)
 @pytest.mark.parametrize(
     ("config", "settings", "found"),
     [
-        (HunyuanMoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"num_experts_per_tok": 4}),
-        (Ernie45MoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"num_experts": 8, "num_experts_per_tok": 4}),
-        (GLM4MoEConfig, {"num_local_experts": 8}, {"num_experts": 8}),
+        (HunyuanMoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"moe_topk": 4}),
+        (Ernie45MoEConfig, {"num_experts": 8, "num_experts_per_tok": 4}, {"moe_num_experts": 8, "moe_k": 4}),
+        (GLM4MoEConfig, {"num_local_experts": 8}, {"n_routed_experts": 8}),
         (DeepseekV2Config, {"num_experts": 8}, {"n_routed_experts": 8}),
         (GPTJConfig, {"rotary_dim": 2},
          {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "rope": HALF, "rotary_dim": 2}),
