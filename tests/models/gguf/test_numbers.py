@@ -91,5 +91,5 @@ def test_a_plain_rope_stays_plain(folder, tmp_path):
     file = tmp_path / "gguf" / "model.gguf"
     file.parent.mkdir()
     maxjax.convert(tmp_path, file)
-    before, after = (maxjax.load(one)[0].config.rope for one in (tmp_path, file))
+    before, after = (maxjax.load(one)[0].config.rope_parameters for one in (tmp_path, file))
     assert before == after and before.scaling is None
