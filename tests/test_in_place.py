@@ -8,7 +8,7 @@ import pytest
 import maxjax
 from maxjax import checkpoint, lora, nn
 from maxjax.interop import trees
-from maxjax.models import Decoder
+from maxjax.models import LanguageModel
 from maxjax.models.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(32, 32, 32, num_hidden_layers=2, num_attention_heads=2)
@@ -29,8 +29,8 @@ IN_PLACE = {
     "init": (maxjax.init, lambda m: maxjax.init(m, jax.random.key(1))),
     "load_state_dict": (nn.Module.load_state_dict, lambda m: m.load_state_dict(arrays(m))),
     "restore": (checkpoint.restore, lambda m: checkpoint.restore(saved(m), m)),
-    "stack": (Decoder.stack, lambda m: m.unstack().stack()),
-    "unstack": (Decoder.unstack, lambda m: m.unstack()),
+    "stack": (LanguageModel.stack, lambda m: m.unstack().stack()),
+    "unstack": (LanguageModel.unstack, lambda m: m.unstack()),
     "free": (maxjax.free, lambda m: maxjax.free(m)),
     "from_torch": (maxjax.from_torch, lambda m: maxjax.from_torch(arrays(m), m)),
 }

@@ -21,9 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = """
     maxjax.dtype maxjax.distributed maxjax.errors maxjax.interop.trees
     maxjax.models.config maxjax.models.pooling maxjax.models.llama
-    maxjax.models.decoder.attention maxjax.models.decoder.block maxjax.models.decoder.config
-    maxjax.models.decoder.experts maxjax.models.fused_experts maxjax.models.names
-    maxjax.models.decoder.model maxjax.nn.stacked_linear
+    maxjax.models.parts maxjax.models.parts.cache maxjax.models.parts.recurrent
+    maxjax.models.family maxjax.models.fused_experts maxjax.models.names maxjax.nn.stacked_linear
 """.split()
 
 # Pages in the order of the navigation; what is not here follows by name.

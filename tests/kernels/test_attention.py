@@ -21,8 +21,7 @@ from maxjax.kernels.attention import (
     weighted_values,
 )
 from maxjax.kernels.int8_rows import quantised, restored
-from maxjax.models.decoder.config import DecoderConfig
-from maxjax.models.decoder.model import Decoder
+from maxjax.models import Qwen2, Qwen2Config
 
 B, T, S, H, K, D = 2, 37, 53, 4, 2, 8
 RNG = np.random.default_rng(0)
@@ -309,9 +308,9 @@ MESHES = {"rows": {"data": 2, "model": 2}, "heads": {"model": 4}, "tokens": {"se
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_decoder_on_a_mesh(request, kind, axes):
     """With four devices for two KV heads these are repeated."""
-    config = DecoderConfig(50, 32, 48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                           sliding_window=9, slides=(False, True))  # fmt: skip
-    model = maxjax.init(Decoder(config), jax.random.key(0))
+    config = Qwen2Config(50, 32, 48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                           sliding_window=9, layer_types=("full_attention", "sliding_attention"))  # fmt: skip
+    model = maxjax.init(Qwen2(config), jax.random.key(0))
     ids = jnp.asarray(RNG.integers(0, 50, (2, 40)), jnp.int32)
     lengths = jnp.array([40, 33])
 

@@ -13,15 +13,13 @@ from jax.sharding import AxisType
 
 import maxjax
 from maxjax.errors import UserInputError
-from maxjax.models import DecoderConfig
+from maxjax.models import Qwen2Config
 from maxjax.nn import KVCache
-from tests.models.decoder.test_model import VOCAB, call, close, ids_of, made, on
+from tests.models.decoder.test_model import KINDS, VOCAB, call, close, ids_of, made, on
 from tests.models.decoders import generated, greedy, oracle, ours
 
 WINDOW = 5
-BASE = DecoderConfig(
-    VOCAB, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
-)
+BASE = Qwen2Config(VOCAB, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 # Which layers slide: s; Gemma 2, Gemma 3, Qwen 2 with max_window_layers, and one that repeats not.
 PATTERNS = {"all": "ss", "1:1": "sfsf", "5:1": "sssssfss", "last": "ffss", "listed": "sfssf"}
 slow = pytest.mark.slow
@@ -30,9 +28,9 @@ MOST, MEAN = 0.15, 0.02
 
 
 def config_of(pattern="1:1", window=WINDOW, **changes):
-    slides = tuple(c == "s" for c in PATTERNS.get(pattern, pattern))
-    window = window if any(slides) else None
-    sizes = {"num_hidden_layers": len(slides), "slides": slides, "sliding_window": window}
+    kinds = tuple(KINDS[c] for c in PATTERNS.get(pattern, pattern))
+    window = window if KINDS["s"] in kinds else None
+    sizes = {"num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": window}
     return dataclasses.replace(BASE, **sizes, **changes)
 
 
@@ -40,8 +38,8 @@ def full_cache(model, batch, capacity, dtype="float32"):
     """One in which also layers that slide keep every token."""
     config = model.config
     return KVCache.empty(
-        config.num_hidden_layers, batch=batch, num_kv_heads=config.kv_heads, capacity=capacity,
-        head_dim=config.width, dtype=dtype,
+        config.num_hidden_layers, batch=batch, num_kv_heads=config.num_key_value_heads, capacity=capacity,
+        head_dim=config.head_dim, dtype=dtype,
     )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from maxjax.graph.weights import load_weights
 from maxjax.models import (
     BertConfig,
     BertModel,
-    DecoderConfig,
     Family,
     Llama,
     LlamaConfig,
@@ -29,7 +28,7 @@ from maxjax.models import (
 )
 from maxjax.models.bert import BERT
 from maxjax.models.names import Drop, Names
-from maxjax.models.parts import constant
+from maxjax.models.parts import LanguageModelConfig, constant
 from maxjax.models.pooling import Pooling
 
 SIZES = {
@@ -220,8 +219,8 @@ def test_a_family_of_a_class_has_its_names_and_another_like_it_has_its_files():
 
     config = MineConfig.from_dict({**SIZES, "attention_bias": False})  # the file has no say
     assert config.attention_bias and type(family.make(config, (), DType.float32, None)) is Mine
-    with pytest.raises(UserInputError, match="DecoderConfig has no model_type"):
-        Family.of(Mine, DecoderConfig)
+    with pytest.raises(UserInputError, match="LanguageModelConfig has no model_type"):
+        Family.of(Mine, LanguageModelConfig)
 
 
 # --- which family ---------------------------------------------------------------------------

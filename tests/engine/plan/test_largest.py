@@ -5,8 +5,7 @@ import pytest
 from maxjax.engine.plan import compiled
 from maxjax.engine.plan.compiled import ProgramMemory
 from maxjax.engine.plan.report import plan
-from maxjax.models import BertConfig, BertModel, DecoderConfig, Llama, LlamaConfig
-from maxjax.models.decoder.model import Decoder
+from maxjax.models import BertConfig, BertModel, Llama, LlamaConfig, Qwen2, Qwen2Config
 
 
 def llama():
@@ -19,16 +18,16 @@ def llama():
 
 
 def sliding():
-    config = DecoderConfig(
+    config = Qwen2Config(
         64,
         16,
         16,
         num_hidden_layers=6,
         num_attention_heads=2,
-        slides=(True,) * 5 + (False,),
+        layer_types=("sliding_attention",) * 5 + ("full_attention",),
         sliding_window=8,
     )
-    return Decoder(config)
+    return Qwen2(config)
 
 
 @pytest.mark.default(

@@ -16,7 +16,7 @@ from maxjax.engine.plan.options import parse_bytes
 from maxjax.engine.plan.report import Plan, _memory_of, plan
 from maxjax.errors import CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy
-from maxjax.models import BertConfig, BertModel, Decoder, DecoderConfig, Mamba2, Mamba2Config
+from maxjax.models import BertConfig, BertModel, Mamba2, Mamba2Config, Qwen2, Qwen2Config
 from maxjax.models import name_rules as names
 from maxjax.nn.attention import AttentionWithRope
 from maxjax.nn.rotary_embedding import RotaryEmbedding
@@ -310,16 +310,16 @@ def test_names_are_rules_for_a_module_too():
 
 
 def test_a_cache_of_which_a_part_goes_round():
-    config = DecoderConfig(
+    config = Qwen2Config(
         64,
         16,
         16,
         num_hidden_layers=6,
         num_attention_heads=2,
-        slides=(True,) * 5 + (False,),
+        layer_types=("sliding_attention",) * 5 + ("full_attention",),
         sliding_window=8,
     )
-    model = Decoder(config)
+    model = Qwen2(config)
     for dtype in ("float32", "int8"):
         found = plan(model, batch=2, length=32, cache_dtype=dtype).cache_bytes_per_device
         cache = jax.eval_shape(lambda d=dtype: model.cache(2, 32, d))

@@ -14,8 +14,17 @@ from jax.sharding import AxisType
 
 import maxjax
 from maxjax.errors import UnsupportedModelError, UserInputError
-from maxjax.models import Decoder, DecoderConfig, Llama, find_family, register, registry
-from maxjax.models.decoder.block import DecoderLayer
+from maxjax.models import (
+    Gemma3,
+    Gemma3Config,
+    Llama,
+    Qwen2,
+    Qwen2Config,
+    find_family,
+    register,
+    registry,
+)
+from maxjax.models.llama import LlamaBlock
 from maxjax.models.names import Names
 from maxjax.models.parts.layer_loop import pattern
 from maxjax.models.parts.rotary import Rope, read_rope
@@ -24,7 +33,8 @@ from maxjax.nn.layer import add_layer_hook
 from tests.products import campaign_but, first, pairwise
 
 VOCAB = 48
-CONFIG = DecoderConfig(
+KINDS = {"s": "sliding_attention", "f": "full_attention"}
+CONFIG = Qwen2Config(
     VOCAB, 16, 24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
 )
 call = jax.jit(lambda model, ids: model(ids))
@@ -32,9 +42,9 @@ on = jax.jit(lambda model, ids, cache, lengths=None: model(ids, cache, lengths=l
 end = jax.jit(lambda m, ids, cache, lengths=None: m(ids, cache, lengths=lengths, last=True))
 
 
-def made(config=CONFIG, dtype="float32", mesh=None, **options):
+def made(config=CONFIG, dtype="float32", mesh=None, model=Qwen2, **options):
     """A decoder of random weights; the same for the same settings."""
-    model = Decoder(config, dtype, **options)
+    model = model(config, dtype, **options)
     if mesh is not None:
         model.to(mesh)
     rng, values = np.random.default_rng(0), {}
@@ -170,7 +180,7 @@ def test_stacked_and_unstacked_and_hooked():
     seen = []
     add_layer_hook(lambda layer, args, kwargs, outputs: seen.append(layer))
     close(model(ids), expected)
-    assert sum(isinstance(layer, DecoderLayer) for layer in seen) == 3
+    assert sum(isinstance(layer, LlamaBlock) for layer in seen) == 3
     assert sum(layer is model.lm_head for layer in seen) == 1
     maxjax.nn.layer.clear_hooks()
     assert type(model.unstack().model.layers) is LayerList and model.unstack() is model
@@ -215,7 +225,7 @@ def test_bfloat16_is_about_the_same():
     narrow = made(dtype="bfloat16")
     logits = call(narrow, ids)
     assert logits.dtype == jnp.float32 and narrow.cache(1, 2).keys.dtype == jnp.bfloat16
-    wide = Decoder(CONFIG)
+    wide = Qwen2(CONFIG)
     wide.load_state_dict(narrow.state_dict(), cast=True)
     close(logits, call(wide, ids), atol=0.1)
     _, cache = on(narrow, ids[:, :5], narrow.cache(2, 8, "float32"))
@@ -227,13 +237,12 @@ def test_bfloat16_is_about_the_same():
 
 @pytest.mark.slow
 def test_layers_of_several_kinds():
-    slides = (True, True, False) * 2 + (True,)
-    config = dataclasses.replace(
-        CONFIG, num_hidden_layers=7, slides=slides, sliding_window=3, local_rope=Rope(100.0),
-        post_norms=True, norm_offset=1.0, qk_norm=True, embedding_scale=4.0, query_scale=0.3,
-        logit_soft_cap=2.0,
+    config = Gemma3Config(
+        VOCAB, 16, 24, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+        layer_types=tuple(KINDS[c] for c in "ssfssfs"), sliding_window=3,
+        local_rope_parameters=Rope(100.0), query_pre_attn_scalar=11, final_logit_softcapping=2.0,
     )  # fmt: skip
-    model, ids = made(config), ids_of(2, 9)
+    model, ids = made(config, model=Gemma3), ids_of(2, 9)
     assert str(model.model.layers._layout) == "7 layers: 2 times 3 and 1 more"
     whole = call(model, ids)
     assert float(jnp.abs(whole).max()) < 2
@@ -248,7 +257,9 @@ def test_layers_of_several_kinds():
 
 
 def test_a_window_hides_what_is_behind_it():
-    config = dataclasses.replace(CONFIG, num_hidden_layers=1, slides=(True,), sliding_window=3)
+    config = dataclasses.replace(
+        CONFIG, num_hidden_layers=1, layer_types=(KINDS["s"],), sliding_window=3
+    )
     model, ids = made(config), ids_of(1, 9)
     changed = np.array(ids)
     changed[0, 5] = (changed[0, 5] + 1) % VOCAB
@@ -263,11 +274,11 @@ def test_a_window_hides_what_is_behind_it():
 )  # fmt: skip
 def test_patterns(slides, expected):
     assert pattern(slides) == expected
-    flags = tuple(c == "s" for c in slides)
+    kinds = tuple(KINDS[c] for c in slides)
     config = dataclasses.replace(
-        CONFIG, num_hidden_layers=len(flags), slides=flags, sliding_window=4
+        CONFIG, num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=4
     )
-    layers = Decoder(config).model.layers
+    layers = Qwen2(config).model.layers
     assert isinstance(layers, LayerStack)
     assert (layers._layout.first, layers._layout.period) == expected
 
@@ -365,7 +376,7 @@ def test_on_one_device_of_eight():
     ],
 )  # fmt: skip
 def test_token_ids_that_are_none(ids, found):
-    model = Decoder(CONFIG)
+    model = Qwen2(CONFIG)
     with pytest.raises(UserInputError, match=found):
         model(np.array(ids))
     with pytest.raises(UserInputError, match=found):
@@ -374,7 +385,7 @@ def test_token_ids_that_are_none(ids, found):
 
 @pytest.mark.slow
 def test_a_cache_that_does_not_fit():
-    model = Decoder(CONFIG)
+    model = Qwen2(CONFIG)
     with pytest.raises(UserInputError, match="cache of 3"):
         model(ids_of(2, 2), model.cache(3, 8))
     with pytest.raises(UserInputError, match=r"lengths must be \[2\]"):
@@ -401,7 +412,7 @@ def test_inside_jit_what_has_no_room_is_nan(length):
 @pytest.mark.parametrize("batch, capacity", [(0, 4), (1, 0), (1.5, 4)])
 def test_a_cache_of_no_size(batch, capacity):
     with pytest.raises(UserInputError, match="positive number"):
-        Decoder(CONFIG).cache(batch, capacity)
+        Qwen2(CONFIG).cache(batch, capacity)
 
 
 @pytest.mark.parametrize("theta", [0, 0.0, -1, "x", True])

@@ -13,7 +13,6 @@ from typing import Any
 
 import maxjax
 from maxjax.models import all_families
-from maxjax.models.decoder.attention import DecoderAttention
 from maxjax.models.encoder.config import EncoderConfig
 from maxjax.nn.kv_cache.kinds import LatentVectors, Shared, States
 from tests.models import decoders
@@ -29,7 +28,7 @@ def features(model: Any) -> list[str]:
     """What one model has that a Llama has not."""
     config, count = model.config, model.config.num_hidden_layers
     below = list(model.named_modules())
-    attention = [m for _, m in below if hasattr(m, "mask") or isinstance(m, DecoderAttention)]
+    attention = [m for _, m in below if hasattr(m, "mask")]
     kept = [kind for i in range(count) for kind in config.states(i).values()]
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope", None)
     in_chunks = any(getattr(getattr(a, "mask", a), "chunked", False) for a in attention)
