@@ -12,6 +12,7 @@ import maxjax
 from maxjax.errors import CheckpointChangedError, UnsupportedModelError
 from maxjax.models.bert import BertConfig, BertModel
 from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
+from maxjax.models.gemma4 import Gemma4, Gemma4Config
 from maxjax.models.llama import Llama, LlamaConfig
 from maxjax.models.qwen3 import Qwen3MoE, Qwen3MoEConfig
 
@@ -114,10 +115,24 @@ def together(folder):
     return folder
 
 
+def routed(folder):
+    """A Gemma 4 with experts, whose files have the router in the layer."""
+    config = Gemma4Config(
+        60, 16, 24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        global_head_dim=16, layer_types=("sliding_attention", "full_attention"), sliding_window=8,
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=8,
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0,
+    )  # fmt: skip
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+    named = lambda name: name.replace("model.", "model.language_model.", name.startswith("model."))
+    more = parts("model.vision_tower.patch")
+    return written(folder, Gemma4(config), lambda raw: {**whole, "text_config": raw}, named, more)
+
+
 NEW = ("model.language_model.", "lm_head.")
 KINDS = {
     "masked words": masked_words, "labels of tokens": of_tokens, "old names": seeing,
-    "new names": lambda folder: seeing(folder, *NEW), "predicting": predicting, "experts together": together,
+    "new names": lambda folder: seeing(folder, *NEW), "predicting": predicting, "experts together": together, "router": routed,
 }  # fmt: skip
 
 
