@@ -58,11 +58,11 @@ def check_bounds(
     raw = config.bounded_sizes(raw)
     for field in dataclasses.fields(config):
         key = field.metadata.get("key") or field.name
-        limit = limits.get(field.metadata.get("held") or "")
+        limit = limits.get(field.metadata.get("bounded_by") or "")
         if limit is None:
             continue
         most, what = limit
-        for name in (key, *field.metadata.get("also", ())):
+        for name in (key, *field.metadata.get("aliases", ())):
             value = raw.get(name)
             if type(value) is int and value > most:
                 raise CheckpointMismatchError(

@@ -60,7 +60,13 @@ def setting(
             (the length of an axis) or "layers" (the layers in their names).
         also: other keys for the same setting, used if the file does not have the first.
     """
-    metadata = {"key": key, "minimum": minimum, "maximum": maximum, "held": held, "also": also}
+    metadata = {
+        "key": key,
+        "minimum": minimum,
+        "maximum": maximum,
+        "bounded_by": held,
+        "aliases": also,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -86,7 +92,7 @@ def config_field(
         choices: supported values of a text, or of each text in a list; others raise UnsupportedModelError.
     """
     metadata = {
-        "key": key, "minimum": minimum, "maximum": maximum, "held": bounded_by, "also": aliases,
+        "key": key, "minimum": minimum, "maximum": maximum, "bounded_by": bounded_by, "aliases": aliases,
         "choices": choices,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
@@ -226,7 +232,7 @@ def field_value(field: dataclasses.Field, expected: Any, raw: ReadTracker) -> An
 def _key(field: dataclasses.Field, raw: Mapping[str, Any]) -> str:
     """The key under which a file has a field; the first of them if it does not."""
     key = field.metadata.get("key") or field.name
-    names = (key, *field.metadata.get("also", ()))
+    names = (key, *field.metadata.get("aliases", ()))
     return next((name for name in names if raw.get(name) is not None), key)
 
 

@@ -54,7 +54,7 @@ from ..nn.ssm.gated_norm import GatedNorm
 from .family import Family
 from .gguf.config.read import Config, Shapes
 from .gguf.metadata import Settings
-from .gguf.names import BARE, Rule
+from .gguf.names import NO_SUFFIX, Rule
 from .gguf.pieces import check_rows, computed
 from .gguf.ssm import SSM_KEYS, has_tensor, read_ssm_sizes, ssm_names, write_ssm_sizes
 from .gguf.table import GGUFTable
@@ -460,7 +460,7 @@ FALCON_H1_GGUF = GGUFTable(
     "falcon-h1",
     {
         "output_norm": "model.final_layernorm", **ssm_names("mamba"),
-        ".ffn_norm": Rule("pre_ff_layernorm.weight", only=BARE),
+        ".ffn_norm": Rule("pre_ff_layernorm.weight", only=NO_SUFFIX),
         **{f".ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
     },
     fixed={"hidden_act": "silu"}, read=_read_gguf, write=_write_gguf, split=_with_factors,

@@ -82,7 +82,7 @@ def fields_of(family):
             "int" in str(field.type) or "float" in str(field.type)
         ):
             yield field.metadata.get("key") or field.name, field
-            yield from ((name, field) for name in field.metadata.get("also", ()))
+            yield from ((name, field) for name in field.metadata.get("aliases", ()))
 
 
 def refusal(weights, config):
@@ -107,7 +107,7 @@ def check(checkpoints, name, values):
     try:
         for key, field in fields_of(family):
             own = field.metadata.get("key") or field.name
-            names = {own, *field.metadata.get("also", ())}
+            names = {own, *field.metadata.get("aliases", ())}
             spelled = {k: v for k, v in config.items() if k not in names}
             for value in values:
                 error = refusal(weights, {**spelled, key: value})
@@ -116,7 +116,7 @@ def check(checkpoints, name, values):
                 if error is not None:
                     assert f"'{key}'" in str(error) or f"'{own}'" in str(error), error
                     assert len(str(error)) < 600
-                if field.metadata.get("held") and large and not unused:
+                if field.metadata.get("bounded_by") and large and not unused:
                     assert isinstance(error, CheckpointError), (key, value)
                 elif isinstance(value, list) and (name, key) in LISTS:
                     continue
@@ -167,7 +167,7 @@ def test_every_whole_number_counts_something_or_is_free():
         for key, field in fields_of(family):
             if "int" in str(field.type) and key not in FREE:
                 small = field.metadata["maximum"] <= 1000  # layers that share weights
-                assert small or field.metadata["held"] in ("axis", "layers"), (family, key)
+                assert small or field.metadata["bounded_by"] in ("axis", "layers"), (family, key)
 
 
 def test_the_message_has_the_field_the_value_and_what_is_there(checkpoints):

@@ -132,7 +132,8 @@ def routed(folder):
 NEW = ("model.language_model.", "lm_head.")
 KINDS = {
     "masked words": masked_words, "labels of tokens": of_tokens, "old names": seeing,
-    "new names": lambda folder: seeing(folder, *NEW), "predicting": predicting, "experts together": together, "router": routed,
+    "new names": lambda folder: seeing(folder, *NEW), "predicting": predicting, "experts together": together,
+    "router": routed,
 }  # fmt: skip
 
 

@@ -232,7 +232,7 @@ class DecoderConfig(LanguageModelConfig):
         found = ModelConfig.from_dict.__func__(cls, given, path=path)  # type: ignore[attr-defined]
         read = [field for field in fields.values() if not field.metadata.get("own")]
         known = {field.metadata.get("key") or field.name for field in read}
-        known |= {key for field in read for key in field.metadata.get("also", ())}
+        known |= {key for field in read for key in field.metadata.get("aliases", ())}
         known |= {*cls.unused, *looked.keys_seen}
         warn_of_unread(cls.model_type or cls.__name__, raw, known)
         return found

@@ -22,7 +22,7 @@ from .state_layouts import Flat, Taps
 
 # ``Rule.only`` of a GGUF tensor without a suffix. Then: names of layouts that need the number of heads, groups
 # or experts, which is in the metadata.
-BARE = "-"
+NO_SUFFIX = "-"
 QUERIES, KEYS, GROUPS = "queries", "keys", "groups"
 NORM_GROUPS = "norm groups"
 STACK, GATES, UPS = "stack", "gates", "ups"
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     Attributes:
         name: Hugging Face's name.
         layout: change of the values.
-        only: suffix of the GGUF tensor, if Hugging Face's name has no suffix; BARE: the GGUF tensor
+        only: suffix of the GGUF tensor, if Hugging Face's name has no suffix; NO_SUFFIX: the GGUF tensor
             has no suffix either.
     """
 
@@ -177,7 +177,7 @@ _NO_ROPE = frozenset({"gpt2", "bert"})
 
 _INDEX = r"(0|[1-9][0-9]{0,5})"
 # Names in files must not contain ``*`` or ``#``, which stand for numbers in the tables.
-_BARE = re.compile(rf"blk\.{_INDEX}\.([^*#.]+)")
+_UNSUFFIXED = re.compile(rf"blk\.{_INDEX}\.([^*#.]+)")
 _NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias|scale)")
 
 
@@ -272,8 +272,8 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
     match = _NAME.fullmatch(tensor)
     if match is not None:
         layer, stem, expert, suffix = match.groups()
-    elif (bare := _BARE.fullmatch(tensor)) is not None:
-        (layer, stem), expert, suffix = bare.groups(), None, ""
+    elif (match := _UNSUFFIXED.fullmatch(tensor)) is not None:
+        (layer, stem), expert, suffix = match.groups(), None, ""
     else:
         return
     key = ("blk.*." if layer else "") + stem + (".#" if expert else "")
@@ -283,7 +283,7 @@ def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, 
         return
     for rule in table.get(key, ()):
         usual = suffix in ("weight", "bias")  # other suffixes are only in rules that name them
-        if (rule.only or (suffix if usual else None)) != (suffix or BARE):
+        if (rule.only or (suffix if usual else None)) != (suffix or NO_SUFFIX):
             continue
         name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
         what = rule.layout

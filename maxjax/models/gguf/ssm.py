@@ -14,7 +14,7 @@ from typing import Any
 
 from .config.read import Shapes
 from .metadata import Settings, unsupported
-from .names import BARE, NORM_GROUPS, Rule
+from .names import NO_SUFFIX, NORM_GROUPS, Rule
 from .state_layouts import Both, Flat, Logarithm, Taps
 
 # The metadata keys that :func:`write_ssm_sizes` returns.
@@ -29,8 +29,8 @@ def ssm_names(mixer: str) -> dict[str, Rule]:
         ".ssm_in": Rule(f"{mixer}.in_proj"),
         ".ssm_conv1d": Rule(f"{mixer}.conv1d", Taps()),
         ".ssm_dt": Rule(f"{mixer}.dt_bias", only="bias"),
-        ".ssm_a": Rule(f"{mixer}.A_log", Both(Flat(), Logarithm()), only=BARE),
-        ".ssm_d": Rule(f"{mixer}.D", Flat(), only=BARE),
+        ".ssm_a": Rule(f"{mixer}.A_log", Both(Flat(), Logarithm()), only=NO_SUFFIX),
+        ".ssm_d": Rule(f"{mixer}.D", Flat(), only=NO_SUFFIX),
         ".ssm_norm": Rule(f"{mixer}.norm", NORM_GROUPS),
         ".ssm_out": Rule(f"{mixer}.out_proj"),
     }

@@ -27,7 +27,7 @@ from maxjax.models.gguf import (
 from maxjax.models.gguf.architectures.qwen3_next import QWEN3_5_GGUF, QWEN3_NEXT_GGUF
 from maxjax.models.gguf.config.read import MODELS
 from maxjax.models.gguf.metadata import Settings
-from maxjax.models.gguf.names import BARE
+from maxjax.models.gguf.names import NO_SUFFIX
 from maxjax.models.glm4 import GLM4_GGUF
 
 gguf = pytest.importorskip("gguf")
@@ -128,7 +128,7 @@ def test_gguf_maps_our_names_back(architecture, layer):
     }
     left |= {f"blk.{layer}.ffn_gate_up_exps"}  # or gate and up apart
     suffixes = {name: only[name] or "weight" for name in sorted(listed - left)}
-    stored = [name if kind == BARE else f"{name}.{kind}" for name, kind in suffixes.items()]
+    stored = [name if kind == NO_SUFFIX else f"{name}.{kind}" for name, kind in suffixes.items()]
     found = names(architecture, stored, expert_count=2)
     assert {source.tensor for source in found.values()} == set(stored)
     for name, source in found.items():

@@ -19,7 +19,7 @@ from ....graph.weights import WeightData
 from ...decoder.config import all_but_every
 from ..layouts import Matrix, Plus
 from ..metadata import Settings, unsupported
-from ..names import BARE, NEXT, Rule, expert_names
+from ..names import NEXT, NO_SUFFIX, Rule, expert_names
 from ..pieces import check_rows, columns, rows
 from ..state_layouts import Logarithm, Taps
 from ..table import GGUFTable
@@ -204,7 +204,7 @@ _NAMES = {
     ".attn_gate": "linear_attn.in_proj_z",
     ".ssm_conv1d": Rule("linear_attn.conv1d", Taps()),
     ".ssm_dt": Rule("linear_attn.dt_bias", only="bias"),
-    ".ssm_a": Rule("linear_attn.A_log", Logarithm(), only=BARE),
+    ".ssm_a": Rule("linear_attn.A_log", Logarithm(), only=NO_SUFFIX),
     ".ssm_norm": "linear_attn.norm",
     ".ssm_out": "linear_attn.out_proj",
 }

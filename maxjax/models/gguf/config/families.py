@@ -147,7 +147,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     family = next(of_model_type(kind)).config
     values = {**family.defaults(), **config}
     for field in dataclasses.fields(family):
-        key, others = field.metadata.get("key") or field.name, field.metadata.get("also", ())
+        key, others = field.metadata.get("key") or field.name, field.metadata.get("aliases", ())
         said = [config[name] for name in (key, *others) if config.get(name) is not None]
         if others and said:
             values[key] = said[0]

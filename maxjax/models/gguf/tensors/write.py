@@ -22,10 +22,10 @@ from ..config.families import FamilyConfig, read_config
 from ..layouts import Grouped, Layout, Permuted, Plus, Same, Transposed
 from ..names import (
     ARCHITECTURES,
-    BARE,
     GATES,
     GROUPS,
     KEYS,
+    NO_SUFFIX,
     NORM_GROUPS,
     QUERIES,
     STACK,
@@ -253,7 +253,7 @@ def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
         for rule in rules:
             # maxjax does not write experts one by one, or gate and up as one tensor, as some writers do.
             if "#" not in key and rule.layout not in (GATES, UPS):
-                suffix = "" if rule.only == BARE else rule.only
+                suffix = "" if rule.only == NO_SUFFIX else rule.only
                 found[rule.name] = (order, f"{key}.{suffix}" if rule.only else key, rule.layout)
     return found
 
