@@ -528,4 +528,75 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("self.q_norm(q.astype(x.dtype)), ", "q.astype(x.dtype), "),
         ],
     },
+    "deepseek": {
+        "deepseek_v3": [
+            (
+                "attend(q, k, k, cache, scale=self.scale)",
+                "attend(q, k, k, cache, scale=0.7 * self.scale)",
+            ),
+            ("rope(q[..., N:], angles)", "q[..., N:]"),
+            ("self.kv_a_layernorm(kv[..., :-R])", "kv[..., :-R]"),
+            ("expand_values(y[..., R:],", "expand_values(0.5 * y[..., R:],"),
+            ("bias=self.gate.e_score_correction_bias if self.is_balanced else None", "bias=None"),
+            ("self.experts(x, chosen, shares)", "self.experts(x, chosen, shares**2)"),
+        ],
+    },
+    "glm4_moe_lite": {
+        "glm4_moe_lite": [
+            (
+                "attend(q, k, k, cache, scale=self.scale)",
+                "attend(q, k, k, cache, scale=0.7 * self.scale)",
+            ),
+            ("k = rope(kv[..., None, -R:], angles)", "k = kv[..., None, -R:]"),
+            (
+                "self.q_a_layernorm(self.q_a_proj(x).astype(x.dtype))",
+                "self.q_a_proj(x).astype(x.dtype)",
+            ),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ('self.top_k, "sigmoid"', 'self.top_k, "softmax"'),
+            ("else y + self.shared_experts(x)", "else y - self.shared_experts(x)"),
+        ],
+    },
+    "glm4_moe": {
+        "glm4_moe": [
+            ("q, k = self.q_norm(q), self.k_norm(k)", "q, k = self.q_norm(q), k"),
+            (
+                "q, k = rope(q, angles), rope(k, angles)",
+                "q, k = rope(q[..., ::-1], angles), rope(k, angles)",
+            ),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("self.gate(x.astype(jnp.float32))", "self.gate(2 * x.astype(jnp.float32))"),
+            ("else y + self.shared_experts(x)", "else y"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
+    "ernie4_5_moe": {
+        "ernie4_5_moe": [
+            ("y, cache = attend(q, k, v, cache)", "y, cache = attend(q, k, v, cache, scale=0.1)"),
+            (
+                "q, k = rope(q, angles), rope(k, angles)",
+                "q, k = rope(q[..., ::-1], angles), rope(k, angles)",
+            ),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("bias=self.moe_statics()", "bias=-self.moe_statics()"),
+            ("normalised=True", "normalised=False"),
+            ("else y + self.shared_experts(x)", "else y"),
+        ],
+    },
+    "hunyuan": {
+        "hunyuan_v1_moe": [
+            (
+                "self.query_layernorm(rope(q, angles))",
+                "rope(self.query_layernorm(q), angles) * 0.5",
+            ),
+            ("self.key_layernorm(rope(k, angles))", "rope(k, angles)"),
+            ('"softmax of chosen"', '"softmax"'),
+            ("shares) + self.shared_mlp(x)", "shares)"),
+            ("self.wg(x)", "-self.wg(x)"),
+            (
+                "self.self_attn(self.input_layernorm(x), cache, angles)",
+                "self.self_attn(x, cache, angles)",
+            ),
+        ],
+    },
 }
