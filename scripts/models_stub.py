@@ -10,6 +10,7 @@ Usage::
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -35,10 +36,11 @@ def stub() -> str:
     return "# Written by scripts/models_stub.py.\n" + "\n".join(sorted(lines, key=_order)) + "\n"
 
 
-def _order(line: str) -> tuple[str, bool, str]:
-    """The place of an import as ruff sorts them: by file, then names in capitals, then the others."""
+def _order(line: str) -> tuple[str, bool, list[str | int]]:
+    """The place of an import as ruff sorts them: by file, names in capitals, then the others (Qwen3 before Qwen35)."""
     _, file, _, name, *_ = line.split()
-    return file, not name.isupper(), name
+    parts = re.split(r"(\d+)", name)
+    return file, not name.isupper(), [int(part) if part.isdigit() else part for part in parts]
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def operation(definition: Callable[..., Any]) -> Operation:
     Results: ``[B, H, Dv]`` in the dtype of the inputs, zeros for rows without a token, and the stacks
     with the states of the layer replaced, in place where they are donated.
 
-    ``models/decoder/gated_delta.py`` has the definition.
+    ``nn/ssm/delta.py`` has the definition.
     """
     rules = by_rows(_AXES, (1, _CONV, _DELTA), _DELTA)
     return Operation("maxjax_delta", _types, definition, {"cpu": _kernel}, *rules)

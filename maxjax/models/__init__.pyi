@@ -162,12 +162,12 @@ from .qwen3 import Qwen3 as Qwen3
 from .qwen3 import Qwen3Config as Qwen3Config
 from .qwen3 import Qwen3MoE as Qwen3MoE
 from .qwen3 import Qwen3MoEConfig as Qwen3MoEConfig
-from .qwen3_5 import Qwen35 as Qwen35
-from .qwen3_5 import Qwen35Config as Qwen35Config
-from .qwen3_5 import Qwen35MoE as Qwen35MoE
-from .qwen3_5 import Qwen35MoEConfig as Qwen35MoEConfig
 from .qwen3_next import Qwen3Next as Qwen3Next
 from .qwen3_next import Qwen3NextConfig as Qwen3NextConfig
+from .qwen3_next import Qwen35 as Qwen35
+from .qwen3_next import Qwen35Config as Qwen35Config
+from .qwen3_next import Qwen35MoE as Qwen35MoE
+from .qwen3_next import Qwen35MoEConfig as Qwen35MoEConfig
 from .registry import FamilyNames as FamilyNames
 from .registry import all_families as all_families
 from .registry import families as families

@@ -80,8 +80,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "deepseek.KIMI_K2": Entry("kimi_k2", "", "deepseek2"),
     "qwen3_next.Qwen3Next": Entry("qwen3_next", "Qwen3NextForCausalLM Qwen3NextModel", "qwen3next"),
-    "qwen3_5.Qwen35": Entry("qwen3_5_text", "Qwen3_5ForCausalLM Qwen3_5TextModel", "qwen35"),
-    "qwen3_5.Qwen35MoE": Entry(
+    "qwen3_next.Qwen35": Entry("qwen3_5_text", "Qwen3_5ForCausalLM Qwen3_5TextModel", "qwen35"),
+    "qwen3_next.Qwen35MoE": Entry(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM Qwen3_5MoeTextModel",
         "qwen35moe",

@@ -9,12 +9,12 @@ import maxjax
 from maxjax.kernels import native
 from maxjax.kernels.delta_token import Delta
 from maxjax.models import Qwen35, Qwen35Config
-from maxjax.models.decoder import gated_delta
-from maxjax.models.decoder.mixer import GatedNorm
-from maxjax.models.decoder.step import Step
+from maxjax.models.parts.cache import ForwardContext, LayerCache
 from maxjax.nn.kv_cache.recurrent import Recurrent
 from maxjax.nn.layer import layer_hook
 from maxjax.nn.ssm.convolution import CausalConv
+from maxjax.nn.ssm.delta import delta_net_in_place, delta_net_in_stack
+from maxjax.nn.ssm.gated_norm import GatedNorm
 
 STACKS = (8, 9)
 
@@ -40,7 +40,7 @@ def operands(batch, keys, each, key_dim, value_dim, taps=4, dtype="float32", lay
 
 
 def run(static, *operands):
-    return gated_delta._OPERATION(operands, static)
+    return delta_net_in_place(operands, static)
 
 
 def close(got, expected, dtype):
@@ -66,7 +66,7 @@ def test_on_every_level(which):
     given = operands(*SIZES[which])
     static = Delta(SIZES[which][1], 1e-6)
     dtype = given[0].dtype.name
-    expected = jax.jit(gated_delta._token, static_argnums=0)(static, *given)
+    expected = jax.jit(delta_net_in_stack, static_argnums=0)(static, *given)
     program = jax.jit(run, static_argnums=0).lower(static, *given).compile()
     assert 'custom_call_target="maxjax_delta"' in str(program.as_text())
     for level in native.levels():
@@ -81,7 +81,7 @@ def test_large_numbers_and_nan():
     given[1] = given[1] * 60
     static = Delta(1, 1e-6)
     program = jax.jit(run, static_argnums=0)
-    expected = jax.jit(gated_delta._token, static_argnums=0)(static, *given)
+    expected = jax.jit(delta_net_in_stack, static_argnums=0)(static, *given)
     for level in native.levels():
         with native.level(level):
             found = program(static, *given)
@@ -105,7 +105,7 @@ def test_other_layers_and_rows_without_a_token_keep_their_state():
 
 def test_exports_derivatives_and_batches_are_those_of_the_definition():
     static, given = Delta(1, 1e-6), operands(2, 1, 2, 4, 6)
-    define = lambda *a: gated_delta._token(static, *a)
+    define = lambda *a: delta_net_in_stack(static, *a)
     ours = lambda *a: run(static, *a)
     exported = jax.export.export(jax.jit(ours))(*given)
     assert "custom_call @maxjax_delta" not in str(exported.mlir_module())
@@ -137,7 +137,7 @@ def test_a_divided_batch_is_not_gathered():
 @pytest.fixture(scope="module")
 def layer():
     config = Qwen35Config(
-        16, 8, 8, num_hidden_layers=1, num_attention_heads=1, linear=(True,), linear_num_key_heads=1,
+        16, 8, 8, num_hidden_layers=1, num_attention_heads=1, layer_types=("linear_attention",), linear_num_key_heads=1,
         linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=6,
     )  # fmt: skip
     return maxjax.init(Qwen35(config), jax.random.key(0)).unstack().model.layers[0].linear_attn
@@ -149,10 +149,15 @@ def test_a_layer_has_it_for_one_token_and_where_nobody_looks_at_its_parts(length
     arrays = {"conv": (1, 2, 3, 20), "delta": (1, 2, 2, 4, 6)}
     before = Recurrent({n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in arrays.items()})
     x = jnp.asarray(rng.normal(size=(2, length, 8)), jnp.float32)
-    step = Step(jnp.asarray(np.zeros(2, np.int32)), jnp.asarray(np.array([1, 0], np.int32)), {})
+    counts = jnp.asarray(np.array([1, 0], np.int32))
 
     def call(layer, x):
-        return layer(x, step, {"linear": before}, 0)
+        starts = jnp.zeros(2, jnp.int32)
+        context = ForwardContext(
+            starts, counts, starts + counts, starts, None, length, length == 1, 8, None, ()
+        )
+        y, cache = layer(x[:, 0] if length == 1 else x, LayerCache(context, {"linear": before}))
+        return y.reshape(x.shape), cache.states
 
     lowered = jax.jit(call).lower(layer, x)
     assert ("maxjax_delta" in lowered.as_text()) == (length == 1)

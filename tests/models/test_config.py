@@ -31,7 +31,7 @@ from maxjax.models.minimax_m2 import MiniMaxM2Config
 from maxjax.models.ministral3 import Ministral3Config
 from maxjax.models.modernbert import ModernBertConfig
 from maxjax.models.parts.rotary import QueryScaling, Rope
-from maxjax.models.qwen3_5 import Qwen35MoEConfig
+from maxjax.models.qwen3_next import Qwen35MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Recurrent states as architectures write them: :func:`convolve`, :func:`ssd` and what runs them on a mesh.
+"""Recurrent states as architectures write them: :func:`convolve`, :func:`ssd`, :func:`gated_delta`.
 
 Their states are in the cache by the name of a group and of the state, as ``config.states(layer)`` lists them;
 without a cache they are zeros. Padding and rows without a token do not change them.
@@ -20,8 +20,11 @@ from jax.sharding import PartitionSpec
 
 from ...graph.placement.arrays import is_manual, on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, spec_of
-from ...kernels import explicit, ssd_token
+from ...kernels import delta_token, explicit, ssd_token
+from ...nn.layer import hooks
 from ...nn.ssm.convolution import CausalConv
+from ...nn.ssm.delta import delta_chunks, delta_net_in_place, delta_step
+from ...nn.ssm.gated_norm import GatedNorm
 from ...nn.ssm.ssd import ssd_chunks, ssd_step, ssd_step_in_place
 from .cache import LayerCache
 
@@ -93,13 +96,87 @@ def ssd(
         if ssd_token.has_kernel(states["ssm"]):
             x, g, b, c = (a.astype(jnp.float32) for a in (x, g, b, c))
             used = rows_used(batch, cache)
-            y, after = ssd_step_in_place(x, g, b, c, states["ssm"], layer, used)
+            number = jnp.asarray(layer, jnp.int32)
+            y, after = ssd_step_in_place(x, g, b, c, states["ssm"], number, used)
             return y, cache.with_states(group, {**states, "ssm": after})
     before = cache.read(group)
     state = jnp.zeros((batch, heads, width, size), jnp.float32)
     state = state if before is None else before["ssm"]
     y, state = recurrence(ssd_step, ssd_chunks, (x, g, b, c), state, cache)
     return y, cache.replace(group, {"ssm": state})
+
+
+def gated_delta(
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, cache: C, group: str
+) -> tuple[jax.Array, C]:
+    """Run the gated delta rule for each head: ``S ← exp(g) S``, ``S ← S + k ⊗ beta (v - Sᵀ k)``, then ``y = Sᵀ q``.
+
+    The state S ``[Dk, Dv]`` of each head is the state "delta" of the cache. Several tokens are computed in chunks
+    (arXiv:2412.06464), in time linear in T. On a mesh each device has its own heads.
+
+    Args:
+        q, k: scaled queries and normalised keys, ``[B, T, H, Dk]``.
+        v: values ``[B, T, H, Dv]``.
+        g: logarithms of the decays, ``[B, T, H]``, at most 0.
+        beta: shares of the corrections, ``[B, T, H]``.
+        cache: the layer's cache.
+        group: name of the group in the cache.
+
+    Returns:
+        The results ``[B, T, H, Dv]`` in float32, and the cache with the state after the tokens.
+
+    Example:
+        >>> from maxjax.models.parts.cache import no_cache
+        >>> x = jnp.ones((1, 3, 2, 4)) / 2
+        >>> y, _ = gated_delta(x, x, x, -x[..., 0], x[..., 0], no_cache(3), "linear")
+        >>> y.shape
+        (1, 3, 2, 4)
+    """
+    g, beta = zero_padding(g, cache), zero_padding(beta, cache)
+    before, (*_, heads, width) = cache.read(group), k.shape
+    state = jnp.zeros((k.shape[0], heads, width, v.shape[-1]), jnp.float32)
+    state = state if before is None else before["delta"]
+    y, state = recurrence(delta_step, delta_chunks, (q, k, v, g, beta), state, cache)
+    return y, cache.replace(group, {"delta": state})
+
+
+def delta_net_step(
+    projected: Sequence[jax.Array], conv: CausalConv, A_log: Any, dt_bias: Any, norm: GatedNorm,
+    key_heads: int, cache: C, group: str,
+) -> tuple[jax.Array, C] | None:  # fmt: skip
+    """Compute one token of a gated DeltaNet by one kernel, from its projections to its gated norm.
+
+    The kernel computes what :func:`convolve`, silu, :func:`gated_delta` and the norm compute one after the other,
+    and updates the states in place.
+
+    Args:
+        projected: queries, keys and values ``[B, C]``, gates ``[B, H, Dv]``, and logits of the shares and of
+            the decays, ``[B, H]`` each.
+        conv: the convolution of queries, keys and values.
+        A_log, dt_bias: Weights ``[H]`` of the decay.
+        norm: the norm of each head.
+        key_heads: number of heads of queries and keys.
+        cache: the layer's cache.
+        group: name of the group in the cache.
+
+    Returns:
+        The results ``[B, H, Dv]``, and the cache with the token. None where there is no kernel: for several
+        tokens, without a cache, on a mesh, for other dtypes, and where a hook asks for the separate steps.
+    """
+    batch, heads = projected[1].shape[0], projected[1].shape[-2]
+    mesh, _ = _split(cache.context.mesh, batch, heads)
+    if not cache.context.is_step or not cache.states or mesh is not None or not hooks.is_plain():
+        return None
+    states, layer = cache.in_place(group)
+    stacks = [states["conv"], states["delta"]]
+    taps, *weights = map(jnp.asarray, (conv.weight, A_log, dt_bias, norm.weight))
+    if not delta_token.has_kernel([projected[0], taps, *weights], stacks):
+        return None
+    number = jnp.asarray(layer, jnp.int32)
+    operands = [*projected, taps[:, 0], *weights, *stacks, number, rows_used(batch, cache)]
+    static = delta_token.Delta(key_heads, norm.epsilon)
+    y, last, delta = delta_net_in_place(operands, static)
+    return y, cache.with_states(group, {"conv": last, "delta": delta})
 
 
 def recurrence(

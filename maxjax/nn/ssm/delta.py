@@ -13,10 +13,17 @@ Shapes: B sequences, T tokens, H heads, key width Dk, value width Dv, n chunks o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from ...kernels import delta_token
+from ...kernels.delta_token import Delta
 from ...kernels.operation import varying_with
+from ..kv_cache.recurrent import Recurrent
+from .convolution import causal_conv
+from .gated_norm import gated_norm
 from .segments import chunked, in_chunks, joined, segment_sums
 
 CHUNK = 64
@@ -126,3 +133,50 @@ def _solved(system: jax.Array, wanted: jax.Array) -> jax.Array:
         left = wanted[..., at[i], :] - system[..., at[i], : at[i].start] @ found
         found = jnp.concatenate([found, inverses[..., i, :, :] @ left], axis=-2)
     return found
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """Return ``x`` with its vectors along the last axis scaled to length 1.
+
+    Example:
+        >>> unit(jnp.array([3.0, 4.0])).round(3).tolist()
+        [0.6..., 0.8...]
+    """
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def delta_net_in_place(operands: Sequence[jax.Array], static: Delta) -> list[jax.Array]:
+    """Compute one token of a gated DeltaNet by one kernel, from its projections to its gated norm.
+
+    Args:
+        operands: as ``kernels.delta_token.operation`` lists them; among them the states of all layers, which
+            are updated in place where they are donated.
+        static: number of key heads, and epsilon of the norm.
+
+    Returns:
+        The results ``[B, H, Dv]``, zeros for rows without a token; the last inputs of the convolution; and the
+        states of the delta rule, both of all layers.
+    """
+    return _IN_PLACE(operands, static)
+
+
+def delta_net_in_stack(static: Delta, *operands: jax.Array) -> list[jax.Array]:
+    """The definition in jnp that the kernel of :func:`delta_net_in_place` follows."""
+    mixed, gate, share, decay, taps, rate, offset, weight, conv, delta, layer, used = operands
+    states = Recurrent({"conv": conv, "delta": delta})
+    before, (batch, heads, _) = states.at(layer), gate.shape
+    y, last = causal_conv(mixed[:, None], taps, None, before["conv"], used)
+    keys = static.key_heads * delta.shape[-2]
+    q, k, v = jnp.split(jax.nn.silu(y[:, 0]), (keys, 2 * keys), axis=-1)
+    q, k = (unit(a.reshape(batch, static.key_heads, -1)) for a in (q, k))
+    q, k = (jnp.repeat(a, heads // static.key_heads, axis=1) for a in (q, k))
+    rate, offset = (w.astype(jnp.float32)[None] for w in (rate, offset))
+    g = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + offset)
+    beta, v = jax.nn.sigmoid(share.astype(jnp.float32)), v.reshape(batch, heads, -1)
+    y, after = delta_step(q * q.shape[-1] ** -0.5, k, v, g, beta, before["delta"])
+    y = gated_norm(y, gate, weight, static.epsilon).astype(mixed.dtype)
+    states = states.replaced(layer, {"conv": last, "delta": after}, used > 0)
+    return [jnp.where((used > 0)[:, None, None], y, 0), *states.arrays.values()]
+
+
+_IN_PLACE = delta_token.operation(delta_net_in_stack)

@@ -24,11 +24,11 @@ from maxjax.models.gguf import (
     Transposed,
     hf_names,
 )
-from maxjax.models.gguf.architectures.qwen3_next import QWEN3_5_GGUF, QWEN3_NEXT_GGUF
 from maxjax.models.gguf.config.read import MODELS
 from maxjax.models.gguf.metadata import Settings
 from maxjax.models.gguf.names import NO_SUFFIX
 from maxjax.models.glm4 import GLM4_GGUF
+from maxjax.models.qwen3_next import QWEN3_5_GGUF, QWEN3_NEXT_GGUF
 
 gguf = pytest.importorskip("gguf")
 
