@@ -130,7 +130,7 @@ def _with_paths(module, prefix, seen):
         if isinstance(value, type):
             things |= {f"{full}.{n}": getattr(value, n) for n in vars(value) if n[0] != "_"}
         for one, thing in things.items():
-            if inspect.isroutine(thing) or isinstance(thing, type):
+            if callable(thing):
                 given = inspect.signature(thing).parameters.values()
                 if any("PathLike" in str(parameter.annotation) for parameter in given):
                     yield one

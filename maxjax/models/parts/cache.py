@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +150,9 @@ class LayerCache:
         layer: index of the layer, an integer scalar.
         new: keys and values ``[B, (T,) K, D]`` that were written and have not been attended to yet.
     """
+
+    # A layer returns its hidden states and the cache: captures and patches see the hidden states alone.
+    _mx_is_passed_on: ClassVar[bool] = True
 
     context: ForwardContext
     states: Mapping[str, Any]

@@ -53,9 +53,18 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
         outputs = hooks.dispatch(module, call, args, kwargs, outputs)
     if not observed:
         return outputs
-    if module._mx_carries and isinstance(outputs, tuple):
+    if passes_on(module, outputs):
         return passing(module, OUTPUT, outputs[0]), *outputs[1:]
     return passing(module, OUTPUT, outputs)
+
+
+def passes_on(module: Any, values: Any) -> bool:
+    """Return whether a result is a value, followed by a cache that a layer passes on: captures see the value alone."""
+    if not isinstance(values, tuple):
+        return False
+    return module._mx_carries or any(
+        getattr(type(one), "_mx_is_passed_on", False) for one in values[1:]
+    )
 
 
 def observe(
@@ -102,7 +111,7 @@ def _inputs(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) ->
         found = tuple(passing(module, INPUTS, found))
     if found and wants(module, INPUT):
         first, *rest = found
-        if module._mx_carries and isinstance(first, tuple):
+        if passes_on(module, first):
             first = (passing(module, INPUT, first[0]), *first[1:])
         else:
             first = passing(module, INPUT, first)

@@ -58,9 +58,7 @@ def test_large_models_are_small_pages(config, parameters, layers, stacked):
         lines[0].startswith(f"Llama({count} layers, {parameters} parameters, ")
         and ", lazy)" in lines[0]
     )
-    assert (
-        f"model.layers.{layers}" in text and f"{count} × DecoderLayer" in text and len(lines) < 10
-    )
+    assert f"model.layers.{layers}" in text and f"{count} × LlamaBlock" in text and len(lines) < 10
     assert len(model._repr_html_()) < 6000 and page.tags.count("details") < 20
     assert page.words.count("q_proj") == 1 and layers in page.words and "bfloat16[" in page.words
 
@@ -268,7 +266,7 @@ def test_treescope_shows_modules_and_trees_with_them(tiny):
         page = treescope.render_to_html(tiny)
     assert (
         "'model': Llama(2 layers, " in text
-        and "{0..1}: 2 × DecoderLayer" in text
+        and "{0..1}: 2 × LlamaBlock" in text
         and len(page) > 1000
     )
 
