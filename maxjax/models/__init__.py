@@ -17,7 +17,6 @@ if _TYPE_CHECKING:
     from .construct import config_beside as config_beside
     from .decoder.config import DecoderConfig as DecoderConfig
     from .decoder.model import Decoder as Decoder
-    from .encoder.config import EncoderConfig as EncoderConfig
     from .encoder.model import Encoder as Encoder
     from .encoder.model import EncoderOutput as EncoderOutput
     from .family import Family as Family
@@ -26,6 +25,7 @@ if _TYPE_CHECKING:
     from .family import tensors as tensors
     from .find import find_family as find_family
     from .gguf.table import GGUFTable as GGUFTable
+    from .parts.encoder import EncoderConfig as EncoderConfig
     from .parts.language_model import LanguageModel as LanguageModel
     from .registry import FamilyNames as FamilyNames
     from .registry import all_families as all_families
@@ -44,7 +44,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "construct": "build config_beside",
         "decoder.config": "DecoderConfig",
         "decoder.model": "Decoder",
-        "encoder.config": "EncoderConfig",
+        "parts.encoder": "EncoderConfig",
         "encoder.model": "Encoder EncoderOutput",
         "family": "Family PretrainedModel one_head tensors",
         "find": "find_family",

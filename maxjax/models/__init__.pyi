@@ -33,7 +33,6 @@ from .distilbert import DistilBertModel as DistilBertModel
 from .electra import ElectraConfig as ElectraConfig
 from .electra import ElectraForSequenceClassification as ElectraForSequenceClassification
 from .electra import ElectraModel as ElectraModel
-from .encoder.config import EncoderConfig as EncoderConfig
 from .encoder.model import Encoder as Encoder
 from .encoder.model import EncoderOutput as EncoderOutput
 from .ernie4_5 import Ernie45 as Ernie45
@@ -149,6 +148,7 @@ from .olmoe import OLMoE as OLMoE
 from .olmoe import OLMoEConfig as OLMoEConfig
 from .opt import OPT as OPT
 from .opt import OPTConfig as OPTConfig
+from .parts.encoder import EncoderConfig as EncoderConfig
 from .parts.language_model import LanguageModel as LanguageModel
 from .phi import Phi as Phi
 from .phi import PhiConfig as PhiConfig

@@ -15,11 +15,11 @@ from ..graph.device import DeviceRef
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear
 from .bert import BERT, BertConfig
-from .config import setting
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderMLP, plus
 from .encoder.model import Encoder, Layers, with_head
 from .names import GAMMA_BETA, Drop, Names, Prefix
+from .parts import config_field, layers, size
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class AlbertConfig(BertConfig):
 
     model_type = "albert"
 
-    num_hidden_layers: int = setting(minimum=1, maximum=1000)
-    hidden_act: str = setting(default="gelu_new")
-    embedding_size: int = setting(default=128, minimum=1, held="axis")
-    num_hidden_groups: int = setting(default=1, minimum=1, maximum=1000, held="layers")
-    inner_group_num: int = setting(default=1, minimum=1, maximum=1000)
+    num_hidden_layers: int = config_field(minimum=1, maximum=1000)
+    hidden_act: str = "gelu_new"
+    embedding_size: int = size(128)
+    num_hidden_groups: int = layers(1)
+    inner_group_num: int = config_field(1, minimum=1, maximum=1000)
 
 
 class AlbertAttention(EncoderAttention):

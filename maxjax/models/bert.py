@@ -15,10 +15,8 @@ from ..nn.activation import ACTIVATIONS
 from ..nn.attention.tapped_attention import tapped_attention
 from ..nn.layer import Module
 from ..nn.linear import linear_rules, linears
-from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings, plus
-from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, Layers, with_head
 from .family import Family
 from .gguf.config.read import read_classifier, rows_of
@@ -26,6 +24,7 @@ from .gguf.metadata import MAX_LAYERS, Settings
 from .gguf.names import CLASSIFIER
 from .gguf.table import GGUFTable
 from .names import GAMMA_BETA, Drop, Names, Prefix
+from .parts import EncoderConfig, constant, layers, refuse, size
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,17 @@ class BertConfig(EncoderConfig):
 
     model_type = "bert"
 
-    max_position_embeddings: int = setting(default=512, minimum=1, held="axis")
-    type_vocab_size: int = setting(default=2, minimum=1, held="axis")
-    position_embedding_type: str = setting(default="absolute")
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = size(512)
+    type_vocab_size: int = size(2)
+    layer_norm_eps: float = 1e-12
+    position_embedding_type: str = "absolute"
+    num_labels: int = constant(2)  # of "id2label"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,7 +54,7 @@ class BertConfig(EncoderConfig):
 class BertSelfAttention(Module):
     """Self-attention: each token attends to every token that the mask allows."""
 
-    def __init__(self, config: EncoderConfig, types: Types):
+    def __init__(self, config: Any, types: Types):
         super().__init__()
         size = config.hidden_size
         self.num_heads = config.num_attention_heads
@@ -76,7 +83,7 @@ class BertSelfAttention(Module):
 class BertResidual(Module):
     """``LayerNorm(x + dense(y))``, the end of each half of a layer. The sum is not rounded before the norm."""
 
-    def __init__(self, in_dim: int, config: EncoderConfig, types: Types):
+    def __init__(self, in_dim: int, config: Any, types: Types):
         super().__init__()
         self.dense = types.linear(in_dim, config.hidden_size)
         self.LayerNorm = types.norm(config)
@@ -88,7 +95,7 @@ class BertResidual(Module):
 class BertAttention(Module):
     """The first half of a layer: self-attention and its output."""
 
-    def __init__(self, config: EncoderConfig, types: Types):
+    def __init__(self, config: Any, types: Types):
         super().__init__()
         self.self = BertSelfAttention(config, types)
         self.output = BertResidual(config.hidden_size, config, types)
@@ -106,7 +113,7 @@ class BertAttention(Module):
 class BertIntermediate(Module):
     """The first linear layer of the MLP, with its activation."""
 
-    def __init__(self, config: EncoderConfig, types: Types):
+    def __init__(self, config: Any, types: Types):
         super().__init__()
         self.hidden_act = config.hidden_act
         self.dense = types.linear(config.hidden_size, config.intermediate_size)
@@ -124,7 +131,7 @@ class BertLayer(Module):
 
     attention_class: ClassVar[Any] = BertAttention
 
-    def __init__(self, config: EncoderConfig, types: Types):
+    def __init__(self, config: Any, types: Types):
         super().__init__()
         self.attention: Any = self.attention_class(config, types)
         self.intermediate = BertIntermediate(config, types)

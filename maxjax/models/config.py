@@ -276,3 +276,14 @@ def labels_of(raw: Mapping[str, Any]) -> int:
         return len(listed)
     found = raw.get("num_labels")
     return found if type(found) is int and 0 < found <= _MAX_LABELS else 2
+
+
+def label_names(count: int) -> dict[str, Any]:
+    """The names of this number of labels, as transformers writes them for labels without names.
+
+    Example:
+        >>> label_names(1)
+        {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
+    """
+    names = {str(i): f"LABEL_{i}" for i in range(count)}
+    return {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}

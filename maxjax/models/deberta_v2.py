@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,16 @@ import jax.numpy as jnp
 from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..graph.placement.strategy import ShardingStrategy
+from ..nn.activation import ACTIVATIONS
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from .bert import BERT, BertConfig, BertLayer
-from .config import setting
-from .decoder.config import check_activation, own
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
-from .encoder.config import refuse
 from .encoder.disentangled import KINDS, DisentangledAttention, Near, classes
 from .encoder.model import Encoder, Pooler, in_turn, with_head
 from .names import GAMMA_BETA, Drop, Names, Prefix
+from .parts import config_field, refuse, size, with_defaults
 
 
 @dataclass(frozen=True)
@@ -43,30 +42,26 @@ class DebertaV2Config(BertConfig):
 
     model_type = "deberta-v2"
 
-    type_vocab_size: int = setting(default=0, minimum=0, held="axis")
-    layer_norm_eps: float = setting(default=1e-7)
-    max_relative_positions: int = setting(default=-1, minimum=-1)
-    position_buckets: int = setting(default=-1, minimum=-1, held="axis")
-    position_biased_input: bool = setting(default=True)
-    share_att_key: bool = setting(default=False)
-    norm_rel_ebd: str = setting(default="none")
-    pooler_hidden_act: str = setting(default="gelu")
-    pos_att_type: tuple = own(())
-
-    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """The terms of the scores, and that there are such, which is not the default."""
-        return {**raw, "relative_attention": True, "pos_att_type": list(self.pos_att_type)}
+    type_vocab_size: int = size(0, minimum=0)
+    layer_norm_eps: float = 1e-7
+    max_relative_positions: int = config_field(-1, minimum=-1)
+    position_buckets: int = size(-1, minimum=-1)
+    position_biased_input: bool = True
+    share_att_key: bool = False
+    norm_rel_ebd: str = "none"
+    pooler_hidden_act: str = "gelu"
+    pos_att_type: tuple[str, ...] = ()
 
     @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads ``pos_att_type``: the terms of the scores.
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file, in which ``pos_att_type`` may be a text with ``|``.
 
         Raises:
             UnsupportedModelError: there is a convolution (V2 xlarge), or no embeddings of distances.
         """
-        size = raw.get("hidden_size")
-        usual = {"relative_attention": True, "embedding_size": size, "pooler_hidden_size": size}
-        refuse({"relative_attention": False, **raw}, usual, "DeBERTa")
+        width = raw.get("hidden_size")
+        usual = {"relative_attention": True, "embedding_size": width, "pooler_hidden_size": width}
+        refuse(with_defaults(raw, {"relative_attention": False}), usual, "DeBERTa")
         if raw.get("conv_kernel_size"):
             raise UnsupportedModelError("'conv_kernel_size' of a DeBERTa, a convolution")
         kinds = raw.get("pos_att_type") or ()
@@ -75,11 +70,19 @@ class DebertaV2Config(BertConfig):
         found = tuple(kind.strip() for kind in kinds if isinstance(kind, str)) if is_list else ()
         if not is_list or len(found) < len(kinds) or {*found} - {*KINDS}:
             raise ValueError("'pos_att_type' must be of 'c2p' and 'p2c'")
-        return {"pos_att_type": found}
+        return super().from_hf(raw, **{"pos_att_type": found, **values})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_activation("pooler_hidden_act", self.pooler_hidden_act)
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, also that there are terms with distances, which is not the default."""
+        return {**super().to_hf(), "relative_attention": True}
+
+    def _check(self) -> None:
+        super()._check()
+        if self.pooler_hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(
+                f"'pooler_hidden_act' is {self.pooler_hidden_act[:80]!r}: it must be one of {known}"
+            )
 
     @property
     def span(self) -> int:

@@ -5,21 +5,18 @@ Source: arXiv:1910.01108.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 
 from ..nn.activation import ACTIVATIONS
-from .config import setting
-from .decoder.config import own
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
-from .encoder.config import EncoderConfig
 from .encoder.model import Encoder, Layers, with_head
 from .family import Family
 from .names import GAMMA_BETA, Drop, Names, Prefix
+from .parts import EncoderConfig, alias, constant, layers, size
 
 
 @dataclass(frozen=True)
@@ -28,22 +25,19 @@ class DistilBertConfig(EncoderConfig):
 
     model_type = "distilbert"
 
-    vocab_size: int = setting(default=30522, minimum=1, held="axis")
-    hidden_size: int = setting("dim", default=768, minimum=1, held="axis")
-    intermediate_size: int = setting("hidden_dim", default=3072, minimum=1, held="axis")
-    num_hidden_layers: int = setting("n_layers", default=6, minimum=1, maximum=1000, held="layers")
-    num_attention_heads: int = setting("n_heads", default=12, minimum=1, held="axis")
-    max_position_embeddings: int = setting(default=512, minimum=1, held="axis")
-    type_vocab_size: int = own(0)
-    layer_norm_eps: float = own(1e-12)
-    hidden_act: str = setting("activation", default="gelu")
+    hidden_size, intermediate_size = alias("dim"), alias("hidden_dim")
+    num_hidden_layers, num_attention_heads = alias("n_layers"), alias("n_heads")
+    hidden_act = alias("activation")
 
-    @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Sizes under the usual keys, which newer files may have."""
-        usual = {"dim": "hidden_size", "hidden_dim": "intermediate_size",
-                 "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}  # fmt: skip
-        return {own: raw[key] for own, key in usual.items() if own not in raw and key in raw}
+    vocab_size: int = size(30522)
+    dim: int = size(768, aliases=("hidden_size",))
+    hidden_dim: int = size(3072, aliases=("intermediate_size",))
+    n_layers: int = layers(6, aliases=("num_hidden_layers",))
+    n_heads: int = size(12, aliases=("num_attention_heads",))
+    activation: str = "gelu"
+    max_position_embeddings: int = size(512)
+    layer_norm_eps: float = constant(1e-12)
+    num_labels: int = constant(2)  # of "id2label"
 
 
 class DistilBertAttention(EncoderAttention):
@@ -72,7 +66,7 @@ class DistilBertModel(Encoder):
     """A DistilBERT without a head.
 
     Example:
-        >>> model = DistilBertModel(DistilBertConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
+        >>> model = DistilBertModel(DistilBertConfig(100, 8, 16, n_layers=2, n_heads=2))
         >>> list(model.raw_state_dict())[0], model.max_length
         ('embeddings.word_embeddings.weight', 512)
     """

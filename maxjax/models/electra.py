@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import jax
 
 from .bert import BERT, BertConfig, BertLayer, BertModel
-from .config import setting
 from .encoder.attention import Types
 from .encoder.block import EncoderEmbeddings
 from .encoder.model import ClassificationHead, Layers, with_head
 from .names import GAMMA_BETA, Drop, Names, Prefix
+from .parts import size
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ElectraConfig(BertConfig):
 
     model_type = "electra"
 
-    embedding_size: int = setting(default=128, minimum=1, held="axis")
+    embedding_size: int = size(128)
 
 
 class ElectraHead(ClassificationHead):

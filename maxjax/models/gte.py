@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 
 from ..nn.rope_scaling import LinearScalingParams
-from .config import setting
-from .decoder.config import own
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
-from .encoder.config import EncoderConfig, refuse
 from .encoder.model import Encoder, Layers, with_head
 from .family import Family
 from .names import ROPE_TABLES, Drop, Names, Prefix
-from .parts.rotary import Rope, read_rope
+from .parts import EncoderConfig, Rope, config_field, constant, layers, refuse, size
 
 _FIXED = {
     "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True,
@@ -34,26 +31,31 @@ class GteConfig(EncoderConfig):
 
     model_type = "gte"
 
-    max_position_embeddings: int = setting(default=8192, minimum=1)
-    type_vocab_size: int = setting(default=1, minimum=0, held="axis")
-    rope: Rope | None = own(Rope(160_000.0))
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = config_field(8192, minimum=1)
+    type_vocab_size: int = size(1, minimum=0)
+    layer_norm_eps: float = 1e-12
+    rope_parameters: Rope = Rope(160_000.0)
+    num_labels: int = constant(2)  # of "id2label"
 
     @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The RoPE, in both spellings; the published files scale it by a rule of their own, "ntk"."""
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file; the published files scale RoPE by a rule of their own, "ntk"."""
         refuse(raw, _FIXED, "GTE")
-        context = raw.get("max_position_embeddings", 8192)
-        context = context if type(context) is int and context > 0 else 8192
         scaling = raw.get("rope_scaling")
         if not isinstance(scaling, Mapping) or scaling.get("type") != "ntk":
-            return {"rope": read_rope(raw, context, 160_000.0)}
+            return super().from_hf(raw, **values)
         refuse(scaling, {"mixed_b": None}, "GTE")
         factor, theta = _number(scaling, "factor"), _number(raw, "rope_theta", 10_000.0)
-        heads, size = raw.get("num_attention_heads"), raw.get("hidden_size")
-        if type(heads) is not int or type(size) is not int or not 0 < heads <= size // 2:
-            return {}  # these two settings are checked, and reported, later
-        divisor = factor ** (2 / (size // heads))
-        return {"rope": Rope(theta * factor, LinearScalingParams(divisor))}
+        heads, size = cls.read_field(raw, "num_attention_heads"), cls.read_field(raw, "hidden_size")
+        divisor = factor ** (2 / max(size // heads, 2))
+        rope = Rope(theta * factor, LinearScalingParams(divisor))
+        return super().from_hf(raw, **{"rope_parameters": rope, **values})
 
 
 def _number(given: Mapping[str, Any], key: str, default: float | None = None) -> float:

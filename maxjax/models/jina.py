@@ -12,18 +12,16 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from .config import setting
-from .decoder.config import own
 from .encoder.attention import EncoderAttention, Types
 from .encoder.block import EncoderLayer, EncoderMLP
-from .encoder.config import EncoderConfig
 from .encoder.model import ClassificationHead, NormedEncoder, with_head
 from .family import Family
 from .gguf.architectures.jina import JINA_V3_GGUF
 from .names import Drop, Names, Prefix, Rename
-from .parts.rotary import Rope, read_rope
+from .parts import EncoderConfig, Rope, config_field, constant, layers, size
+from .unread import ReadTracker
 
 _LOG = logging.getLogger("maxjax")
 # In files with updates, each weight has the name of a parametrised torch weight, beside its updates.
@@ -37,10 +35,17 @@ class JinaV3Config(EncoderConfig):
 
     model_type = "jina_embeddings_v3"
 
-    max_position_embeddings: int = setting(default=8194, minimum=3)
-    type_vocab_size: int = setting(default=1, minimum=0, held="axis")
-    layer_norm_eps: float = setting(default=1e-5)
-    rope: Rope | None = own(Rope(20_000.0))
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = config_field(8194, minimum=3)
+    type_vocab_size: int = size(1, minimum=0)
+    layer_norm_eps: float = 1e-5
+    rope_parameters: Rope = Rope(20_000.0)
+    num_labels: int = constant(2)  # of "id2label"
 
     @property
     def max_length(self) -> int:
@@ -48,18 +53,16 @@ class JinaV3Config(EncoderConfig):
         return self.max_position_embeddings - 2
 
     @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The RoPE, for whose base the published files have a key of their own."""
-        context = raw.get("max_position_embeddings", 8194)
-        context = context if type(context) is int and context > 0 else 8194
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file; the published files have a key of their own for the base of RoPE."""
         if raw.get("lora_adaptations"):
             _LOG.warning(
                 "this model's updates for tasks (%s) are not applied: its vectors are those of "
                 "sentence-transformers without a task", str(raw["lora_adaptations"])[:200],
             )  # fmt: skip
-        base = raw.get("rotary_emb_base")
-        given = raw if base is None else {**raw, "rope_theta": base}
-        return {"rope": read_rope(given, context, 20_000.0)}
+        if (base := raw.get("rotary_emb_base")) is not None:
+            raw = ReadTracker.of(raw).replaced({"rope_theta": base})
+        return super().from_hf(raw, **values)
 
 
 class JinaV3Attention(EncoderAttention):

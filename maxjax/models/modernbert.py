@@ -8,8 +8,9 @@ Source: arXiv:2412.13663.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 
@@ -17,44 +18,123 @@ from ..graph.device import DeviceRef
 from ..nn.activation import ACTIVATIONS
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from .config import setting
-from .decoder.config import check_activation, own
-from .encoder.alternating import AlternatingConfig
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderMLP
 from .encoder.model import Encoder, in_turn, with_head
 from .family import Family
 from .gguf.architectures.modernbert import MODERNBERT_GGUF
 from .names import Drop, Names, Prefix
+from .parts import (
+    FULL,
+    SLIDING,
+    EncoderConfig,
+    Rope,
+    alias,
+    config_field,
+    constant,
+    layer_count,
+    layer_kinds,
+    layers,
+    size,
+)
+from .parts.rotary import object_of, rope_of
+from .unread import ReadTracker
+
+# The base of each kind of layer's RoPE, and its key in files without ``rope_parameters``.
+_THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 
 
 @dataclass(frozen=True)
-class ModernBertConfig(AlternatingConfig):
-    """The settings of a ModernBERT, with Hugging Face's defaults for missing keys."""
+class ModernBertConfig(EncoderConfig):
+    """The settings of a ModernBERT: the keys of its ``config.json``, with transformers' defaults.
+
+    Attributes:
+        local_attention: number of tokens in a window, half of them on each side.
+        layer_types: whether each layer has a window; by default all but every third, from the first on.
+        rope_parameters, local_rope_parameters: RoPE of layers without and with a window.
+    """
 
     model_type = "modernbert"
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-    layer_norm_eps: float = setting("norm_eps", default=1e-5)
-    hidden_act: str = setting("hidden_activation", default="gelu")
-    type_vocab_size: int = own(0)
-    norm_bias: bool = setting(default=False)
-    attention_bias: bool = setting(default=False)
-    mlp_bias: bool = setting(default=False)
-    classifier_pooling: str = setting(default="cls")
-    classifier_bias: bool = setting(default=False)
-    classifier_activation: str = setting(default="gelu")
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    hidden_activation: str = "gelu"
+    max_position_embeddings: int = config_field(8192, minimum=1)
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    local_attention: int = config_field(128, minimum=1)
+    layer_types: tuple[str, ...] = config_field((), choices=(FULL, SLIDING))
+    rope_parameters: Rope = Rope(160_000.0)
+    local_rope_parameters: Rope = constant(Rope(10_000.0))
+    classifier_pooling: str = "cls"
+    classifier_bias: bool = False
+    classifier_activation: str = "gelu"
+    num_labels: int = constant(2)  # of "id2label"
 
-    def __post_init__(self) -> None:
-        check_activation("classifier_activation", self.classifier_activation)
+    hidden_act, layer_norm_eps = alias("hidden_activation"), alias("norm_eps")
+
+    def _fill_in(self) -> None:
+        if not self.layer_types:
+            self._set("layer_types", all_but_every_nth(self.num_hidden_layers, 3))
+
+    def _check(self) -> None:
+        super()._check()
+        if self.classifier_activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(
+                f"'classifier_activation' is {self.classifier_activation[:80]!r}: it must be one of {known}"
+            )
         if self.classifier_pooling not in ("cls", "mean"):
             raise ValueError(f"'classifier_pooling' is {self.classifier_pooling[:60]!r}")
-        super().__post_init__()
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file: the kinds of layers and the RoPE of each kind have two spellings."""
+        period = raw.get("global_attn_every_n_layers")
+        period = 3 if period is None else period
+        if type(period) is not int or period < 1:
+            raise ValueError(
+                f"'global_attn_every_n_layers' is {str(period)[:60]}, not a positive integer"
+            )
+        kinds = layer_kinds(raw, all_but_every_nth(layer_count(raw), period))
+        context = cls.read_field(raw, "max_position_embeddings")
+        given, scaling = object_of(raw, "rope_parameters"), object_of(raw, "rope_scaling")
+        if not all(isinstance(given.get(kind) or {}, Mapping) for kind in _THETAS):
+            raise ValueError("'rope_parameters' must have one object for each kind of layer")
+        ropes: dict[str, Rope] = {}
+        for kind, (key, default) in _THETAS.items():
+            theta = raw.get(key)
+            if theta is None and kind == SLIDING and key in raw:
+                theta = ropes[FULL].theta  # null: that of the layers without windows
+            part = {"rope_theta": default if theta is None else theta}
+            part |= {**scaling, **(given.get(kind) or {})}
+            ropes[kind] = rope_of(part, "rope_parameters", context, raw)
+        values = {"rope_parameters": ropes[FULL], "local_rope_parameters": ropes[SLIDING], **values}
+        return super().from_hf(ReadTracker.of(raw).replaced({"layer_types": kinds}), **values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, with the base of each kind of layer's RoPE."""
+        found = super().to_hf()
+        for key in ("rope_theta", "rope_scaling"):
+            found.pop(key, None)
+        thetas = self.rope_parameters.theta, self.local_rope_parameters.theta
+        return {**found, "global_rope_theta": thetas[0], "local_rope_theta": thetas[1]}
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:
         """A kind for each layer; layers of one kind have the same tensors. The first layer has one norm less."""
         return tuple(i == 0 for i in range(self.num_hidden_layers))
+
+
+def all_but_every_nth(layers: int, n: int) -> tuple[str, ...]:
+    """Return the kind of each layer: those with the numbers 0, n, 2n and so on have no window."""
+    return tuple(SLIDING if i % n else FULL for i in range(layers))
 
 
 class ModernBertAttention(EncoderAttention):
@@ -91,9 +171,14 @@ class ModernBertLayer(Module):
     def __init__(self, config: ModernBertConfig, number: int, types: Types):
         super().__init__()
         bias = config.norm_bias
+        window = config.local_attention // 2 if config.layer_types[number] == SLIDING else None
         self.attn_norm = types.norm(config, bias) if number else None
         self.attn = ModernBertAttention(
-            config, types, has_bias=config.attention_bias, **config.attention_of(number)
+            config,
+            types,
+            has_bias=config.attention_bias,
+            window=window,
+            rope="global" if window is None else "local",
         )
         self.mlp_norm = types.norm(config, bias)
         self.mlp = ModernBertMLP(config, types, has_bias=config.mlp_bias)
@@ -123,8 +208,8 @@ class ModernBertModel(Encoder):
 
     Example:
         >>> model = ModernBertModel(ModernBertConfig(100, 8, 16, num_hidden_layers=4, num_attention_heads=2))
-        >>> model.config.local_layers, model.max_length
-        ((False, True, True, False), 8192)
+        >>> model.config.layer_types.count("full_attention"), model.max_length
+        (2, 8192)
     """
 
     takes_types: ClassVar[bool] = False

@@ -18,14 +18,12 @@ from ..graph.placement.strategy import ShardingStrategy
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from .bert import BertLayer
-from .config import setting
-from .decoder.config import own
 from .encoder.attention import EncoderAttention, TokenInputs, Types
 from .encoder.block import EncoderEmbeddings, plus
-from .encoder.config import EncoderConfig, refuse
 from .encoder.model import ClassificationHead, Encoder, in_turn, with_head
 from .family import Family
 from .names import Drop, Names, Prefix
+from .parts import EncoderConfig, constant, layers, refuse, size
 from .roberta import places_after
 
 # transformers fixes these three numbers, whatever the configuration says.
@@ -38,9 +36,16 @@ class MPNetConfig(EncoderConfig):
 
     model_type = "mpnet"
 
-    max_position_embeddings: int = setting(default=512, minimum=3, held="axis")
-    type_vocab_size: int = own(0)
-    relative_attention_num_buckets: int = setting(default=_BUCKETS, minimum=1, held="axis")
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = layers()
+    num_attention_heads: int = size()
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = size(512, minimum=3)
+    layer_norm_eps: float = 1e-12
+    relative_attention_num_buckets: int = size(_BUCKETS)
+    num_labels: int = constant(2)  # of "id2label"
 
     def __post_init__(self) -> None:
         super().__post_init__()

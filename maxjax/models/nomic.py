@@ -9,23 +9,18 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from .config import setting
-from .decoder.config import own
 from .encoder.attention import EncoderAttention, Types
 from .encoder.block import EncoderLayer, EncoderMLP
-from .encoder.config import EncoderConfig, refuse
 from .encoder.model import NormedEncoder, with_head
 from .family import Family
 from .gguf.architectures.nomic import NOMIC_BERT_GGUF
 from .names import ROPE_TABLES, Drop, Names, Prefix
-from .parts.rotary import Rope, read_rope
+from .parts import EncoderConfig, Rope, config_field, constant, layers, refuse, size
+from .parts.rotary import read_rope
+from .unread import ReadTracker
 
-_USUAL = {
-    "vocab_size": 30528, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "intermediate_size": 3072, "max_position_embeddings": 2048,
-}  # fmt: skip
 # The usual keys, and the keys of the published files.
 _KEYS = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
@@ -49,21 +44,28 @@ class NomicBertConfig(EncoderConfig):
     """
 
     model_type = "nomic_bert"
-    unsaid = _USUAL
 
-    hidden_act: str = setting(default="silu")
-    qkv_proj_bias: bool = setting(default=False)
-    mlp_fc1_bias: bool = setting(default=False)
-    mlp_fc2_bias: bool = setting(default=False)
-    rope: Rope | None = own(Rope(1000.0))
+    vocab_size: int = size(30_528)
+    hidden_size: int = size(768)
+    intermediate_size: int = size(3072)
+    num_hidden_layers: int = layers(12)
+    num_attention_heads: int = size(12)
+    hidden_act: str = "silu"
+    max_position_embeddings: int = config_field(2048, minimum=1)
+    type_vocab_size: int = size(2, minimum=0)
+    layer_norm_eps: float = 1e-12
+    qkv_proj_bias: bool = False
+    mlp_fc1_bias: bool = False
+    mlp_fc2_bias: bool = False
+    rope_parameters: Rope = Rope(1000.0)
+    num_labels: int = constant(2)  # of "id2label"
 
     @classmethod
-    def derived(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings under the usual keys, and RoPE in all three spellings."""
-        is_published = raw.get("n_embd") is not None
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings under the usual keys or those of the published files, and RoPE in all three spellings."""
         refuse(raw, {**_FIXED, "moe_every_n_layers": (0, -1)}, "Nomic's BERT")
         found: dict[str, Any] = {}
-        if is_published:
+        if raw.get("n_embd") is not None:
             found = {
                 key: raw[theirs] for key, theirs in _KEYS.items() if raw.get(theirs) is not None
             }
@@ -73,10 +75,12 @@ class NomicBertConfig(EncoderConfig):
             found["hidden_act"] = "silu"
             if found.get("intermediate_size") is None:
                 raise ValueError("'n_inner' is missing")
-        context = found.get("max_position_embeddings", raw.get("max_position_embeddings"))
+        raw = ReadTracker.of(raw).replaced(found)
+        context = raw.get("max_position_embeddings")
+        context = cls.max_position_embeddings if context is None else context
         if type(context) is int and context > 0:
-            found["rope"] = _rope(raw, context)
-        return found
+            values = {"rope_parameters": _rope(raw, context), **values}
+        return super().from_hf(raw, **values)
 
 
 def _rope(raw: Mapping[str, Any], context: int) -> Rope:

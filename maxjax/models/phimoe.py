@@ -37,7 +37,6 @@ from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import LayerNorm
 from ..nn.rope_scaling import LongRoPEScalingParams
-from .encoder.config import refuse
 from .family import Family
 from .fused_experts import FusedExperts
 from .names import DECODER, Names, Rename
@@ -52,6 +51,7 @@ from .parts import (
     config_field,
     layers,
     merge_heads,
+    refuse,
     replicate_over_mesh,
     rope,
     run_layers,

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from .bert import BERT, BertConfig, BertModel
-from .config import setting
 from .encoder.model import ClassificationHead, with_head
 from .names import GAMMA_BETA, Drop, Names, Prefix
+from .parts import size
 
 _HEADS = ("MaskedLM", "TokenClassification", "MultipleChoice", "QuestionAnswering")
 
@@ -28,7 +28,7 @@ class RobertaConfig(BertConfig):
 
     model_type = "roberta"
 
-    pad_token_id: int = setting(default=1, held="axis")
+    pad_token_id: int = size(1, minimum=0)
 
     @property
     def max_length(self) -> int:

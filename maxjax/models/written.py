@@ -14,21 +14,21 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError, some
-from .config import ModelConfig
+from .config import ModelConfig, label_names
 from .decoder.config import DecoderConfig
 from .family import PretrainedModel
-from .parts.config import LanguageModelConfig
+from .parts.config import ArchitectureConfig, LanguageModelConfig
 from .parts.score import ENDING
 from .unread import ReadTracker
 
 # The names of layers, by the field that tells them apart: (where it is True, where it is False).
 _KINDS = {
     "linear": ("linear_attention", "full_attention"), "convolves": ("conv", "full_attention"),
-    "recurs": ("mamba", "attention"), "local_layers": ("sliding_attention", "full_attention"),
+    "recurs": ("mamba", "attention"),
     "slides": ("sliding_attention", "full_attention"),
 }  # fmt: skip
 # Keys that files have only with another value.
-_USUAL = {"is_causal": True, "is_decoder": False}
+_USUAL = {"is_causal": True}
 # Keys that are not needed beside a newer one.
 _NEWER = {"first_k_dense_replace": "mlp_layer_types", "sliding_window_pattern": "layer_types"}
 
@@ -95,8 +95,8 @@ def written(config: Any, labels: int | None = None) -> dict[str, Any]:
         (2, 10000.0)
     """
     cls = type(config)
-    if isinstance(config, LanguageModelConfig) and not isinstance(config, DecoderConfig):
-        found = {**config.to_hf(), **_labels(labels)}
+    if isinstance(config, ArchitectureConfig) and not isinstance(config, DecoderConfig):
+        found = config.to_hf() | ({} if labels is None else label_names(labels))
         _check(config, found)
         return found
     fields = [one for one in dataclasses.fields(cls) if not one.metadata.get("own")]
@@ -105,8 +105,7 @@ def written(config: Any, labels: int | None = None) -> dict[str, Any]:
     usual = {cls.key_of(one.name): one.default for one in fields}
     kept = {*cls.unsaid, *(key for key, default in usual.items() if default is not None)}
     found = {key: one for key, one in found.items() if one is not None or key in kept}
-    labels = getattr(config, "num_labels", None) if labels is None else labels
-    found |= _labels(labels)
+    found |= {} if labels is None else label_names(labels)
     seen: frozenset[str] = frozenset()
     while True:
         made, looked = _computed(cls, found)
@@ -124,14 +123,6 @@ def written(config: Any, labels: int | None = None) -> dict[str, Any]:
     found = config.spelled({"model_type": cls.model_type, **found})
     _check(config, found)
     return found
-
-
-def _labels(count: int | None) -> dict[str, Any]:
-    """The names of this number of labels, as transformers writes them for labels without names."""
-    if count is None:
-        return {}
-    names = {str(i): f"LABEL_{i}" for i in range(count)}
-    return {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
 
 
 def _plain(value: Any) -> Any:
@@ -258,8 +249,6 @@ def _ropes(config: Any, seen: frozenset[str]) -> dict[str, Any]:
     rope, local = getattr(config, "rope", None), getattr(config, "local_rope", None)
     if rope is None:
         return {}
-    if "global_rope_theta" in seen and local is not None:
-        return {"global_rope_theta": rope.theta, "local_rope_theta": local.theta}
     # Without such an object, some families scale it all the same.
     scaling = rope.scaling_to_hf() or (
         {"rope_type": "default"} if getattr(config, "unsaid_rope", None) else None

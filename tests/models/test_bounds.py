@@ -12,9 +12,8 @@ import pytest
 from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.weights import load_weights
-from maxjax.models import Gemma3, LlamaConfig, all_families, build
+from maxjax.models import EncoderConfig, Gemma3, LlamaConfig, all_families, build
 from maxjax.models.bounds import check_bounds
-from maxjax.models.encoder.config import EncoderConfig
 from maxjax.models.parts.rotary import Rope
 from maxjax.nn.rope_scaling import YarnScalingParams
 from tests.models.decoders import oracle

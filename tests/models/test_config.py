@@ -172,7 +172,7 @@ def test_settings_of_families_that_are_wrong_or_not_supported(config, settings, 
 
 def test_null_is_absent_in_families_too():
     null = ModernBertConfig.from_dict(DECODER | {"global_rope_theta": None})
-    assert null.rope == ModernBertConfig.from_dict(DECODER).rope
+    assert null.rope_parameters == ModernBertConfig.from_dict(DECODER).rope_parameters
     ntk = {"rope_scaling": {"type": "ntk", "factor": 2.0}}
     assert GteConfig.from_dict(DECODER | ntk | {"rope_theta": None}) == GteConfig.from_dict(
         DECODER | ntk

@@ -248,20 +248,20 @@ def read(raw):
 
 def test_published_configurations(caplog):
     _, nomic = read(NOMIC)
-    assert (nomic.hidden_size, nomic.max_length, nomic.rope.theta, nomic.hidden_act) == (
+    assert (nomic.hidden_size, nomic.max_length, nomic.rope_parameters.theta, nomic.hidden_act) == (
         32, 8192, 1000.0, "silu"
     )  # fmt: skip
     _, longer = read(NOMIC | {"rotary_scaling_factor": 2})
-    assert longer.rope.scaling.max_position_embeddings == 2048
+    assert longer.rope_parameters.scaling.max_position_embeddings == 2048
     family, gte = read(GTE)
     # The rule of GTE's own code: another base, and all frequencies divided.
     expected = 1 / (20000 * 8) ** (np.arange(0, 8, 2) / 8) / 8 ** (2 / 8)
     at = np.array([[1.0]], np.float32)
-    cos, sin = gte.rope.cos_sin(jax.numpy.asarray(at), jax.numpy.asarray([1]), 8)
+    cos, sin = gte.rope_parameters.cos_sin(jax.numpy.asarray(at), jax.numpy.asarray([1]), 8)
     np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0], expected, rtol=1e-5)
     assert family.make(gte, [], jax.numpy.float32, jax.numpy.float32).max_length == 8192
     family, jina = read(JINA)
-    assert (family.config.__name__, jina.max_length, jina.rope.theta) == (
+    assert (family.config.__name__, jina.max_length, jina.rope_parameters.theta) == (
         "JinaV3Config",
         8192,
         20000.0,

@@ -19,7 +19,6 @@ from ...nn.layer import Module
 from ...nn.linear import Linear, linear_rules, linears
 from ...nn.norm import LayerNorm
 from ...nn.rotary_embedding import rotate
-from .config import EncoderConfig
 
 
 class Types(NamedTuple):
@@ -36,9 +35,7 @@ class Types(NamedTuple):
         """Makes a linear layer with weights in ``dtype``."""
         return Linear(in_dim, out_dim, self.dtype, DeviceRef.CPU(), has_bias=has_bias)
 
-    def norm(
-        self, config: EncoderConfig, has_bias: bool = True, size: int | None = None
-    ) -> LayerNorm:
+    def norm(self, config: Any, has_bias: bool = True, size: int | None = None) -> LayerNorm:
         """Makes a LayerNorm over ``size`` features, by default the hidden size."""
         return LayerNorm(
             size or config.hidden_size, [DeviceRef.CPU()], promote(self.dtype, self.reduce),
@@ -81,7 +78,7 @@ class EncoderAttention(Module):
 
     def __init__(
         self,
-        config: EncoderConfig,
+        config: Any,
         types: Types,
         *,
         has_bias: bool = True,

@@ -19,7 +19,6 @@ from ...nn.layer import Module
 from ...nn.linear import linear_rules, linears
 from ...nn.norm import LayerNorm
 from .attention import EncoderAttention, TokenInputs, Types
-from .config import EncoderConfig
 
 
 class EncoderEmbeddings(Module):
@@ -35,7 +34,7 @@ class EncoderEmbeddings(Module):
 
     def __init__(
         self,
-        config: EncoderConfig,
+        config: Any,
         types: Types,
         *,
         positions: int = 0,
@@ -44,16 +43,16 @@ class EncoderEmbeddings(Module):
         size: int | None = None,
     ):
         super().__init__()
-        size = size or config.hidden_size
+        width: int = size or config.hidden_size
 
         def table(rows: int) -> Embedding | None:
-            return Embedding(rows, size, types.dtype, DeviceRef.CPU()) if rows else None
+            return Embedding(rows, width, types.dtype, DeviceRef.CPU()) if rows else None
 
         self.word_embeddings = table(config.vocab_size)
         self.position_embeddings = table(positions)
         self.token_type_embeddings = table(token_types)
         self.dtype = types.reduce
-        self.LayerNorm = types.norm(config, size=size) if has_norm else None
+        self.LayerNorm = types.norm(config, size=width) if has_norm else None
 
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the small tables of positions and token types; the table of tokens has its own rule."""
@@ -95,7 +94,7 @@ class EncoderMLP(Module):
 
     def __init__(
         self,
-        config: EncoderConfig,
+        config: Any,
         types: Types,
         *,
         has_bias: bool = True,
@@ -149,9 +148,7 @@ class EncoderLayer(Module):
         "self_attn", "post_attention_layernorm", "mlp", "post_mlp_layernorm"
     )  # fmt: skip
 
-    def __init__(
-        self, config: EncoderConfig, types: Types, attention: EncoderAttention, mlp: EncoderMLP
-    ):
+    def __init__(self, config: Any, types: Types, attention: EncoderAttention, mlp: EncoderMLP):
         super().__init__()
         parts = (attention, types.norm(config), mlp, types.norm(config))
         for name, part in zip(self.names, parts, strict=True):

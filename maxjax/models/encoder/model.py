@@ -19,7 +19,6 @@ from ...nn.layer import LayerList, LayerStack, Module
 from ..family import Family, PretrainedModel
 from .attention import TokenInputs, Types
 from .block import EncoderEmbeddings
-from .config import EncoderConfig
 
 
 class EncoderOutput(NamedTuple):
@@ -40,7 +39,7 @@ class Pooler(Module):
 
     activation: ClassVar[str] = "tanh"
 
-    def __init__(self, config: EncoderConfig, types: Types):
+    def __init__(self, config: Any, types: Types):
         super().__init__()
         self.dense = types.linear(config.hidden_size, config.hidden_size)
 
@@ -53,7 +52,7 @@ class ClassificationHead(Module):
 
     activation: ClassVar[str] = "tanh"
 
-    def __init__(self, config: EncoderConfig, types: Types):
+    def __init__(self, config: Any, types: Types):
         super().__init__()
         self.dense = types.linear(config.hidden_size, config.hidden_size)
         self.out_proj = types.linear(config.hidden_size, config.num_labels)
@@ -158,8 +157,9 @@ class Encoder(PretrainedModel):
         else:
             lengths = jnp.sum(mask, axis=-1, dtype=jnp.int32)  # [B], or [B, T]
             lengths = lengths if mask.ndim == 2 else jnp.max(lengths, axis=-1)
-        ropes = {"global": self.config.rope, "local": self.config.local_rope}
-        width = self.config.width
+        names = {"global": "rope_parameters", "local": "local_rope_parameters"}
+        ropes = {kind: getattr(self.config, name, None) for kind, name in names.items()}
+        width = self.config.head_dim
         return {
             name: rope.cos_sin(positions, lengths, width)
             for name, rope in ropes.items() if rope is not None

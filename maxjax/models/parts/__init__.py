@@ -28,9 +28,11 @@ from .config import every_nth_is_0 as every_nth_is_0
 from .config import layer_count as layer_count
 from .config import layer_kinds as layer_kinds
 from .config import layers as layers
+from .config import refuse as refuse
 from .config import rope_layers as rope_layers
 from .config import size as size
 from .config import with_defaults as with_defaults
+from .encoder import EncoderConfig as EncoderConfig
 from .language_model import LanguageModel as LanguageModel
 from .latent import absorb_keys as absorb_keys
 from .latent import expand_values as expand_values

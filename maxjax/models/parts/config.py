@@ -119,17 +119,36 @@ def rope_layers(raw: Mapping[str, Any], interval: int = 4) -> tuple[int, ...]:
     return every_nth_is_0(count, n)
 
 
-class LanguageModelConfig(ModelConfig):
-    """Base class of the configurations of decoders. It declares no fields; its methods use those that there are.
+def refuse(raw: Mapping[str, Any], supported: Mapping[str, Any], what: str) -> None:
+    """Raise UnsupportedModelError for a setting that changes results and whose value is not supported.
 
-    An architecture whose files have other keys for these declares an alias of each: ``hidden_size = alias("n_embd")``.
+    Args:
+        raw: content of ``config.json``.
+        supported: key → the only supported value, or a tuple of such values. null counts as absent.
+        what: name of the model, for the message.
+
+    Example:
+        >>> refuse({"prenorm": True}, {"prenorm": False}, "Nomic")
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.UnsupportedModelError: Nomic with 'prenorm' True: only False is supported
+    """
+    for key, value in supported.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        if raw.get(key) is not None and raw[key] not in allowed:
+            known = " or ".join(map(repr, allowed))
+            raise UnsupportedModelError(
+                f"{what} with '{key}' {str(raw[key])[:60]}: only {known} is supported"
+            )
+
+
+class ArchitectureConfig(ModelConfig):
+    """Base class of the configurations of decoders and encoders: it reads and writes the fields of a ``config.json``.
+
+    It declares no fields; its methods use those that there are. An architecture whose files have other keys for
+    these declares an alias of each: ``hidden_size = alias("n_embd")``.
     """
 
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    # Fields that no call reads: models from checkpoints that differ in them are one kind of tree.
-    _mx_unread: ClassVar[frozenset[str]] = frozenset(
-        {"max_position_embeddings", "tie_word_embeddings"}
-    )
     # Keys that the architecture's files may have and that transformers does not use either.
     unused: ClassVar[Sequence[str]] = ()
 
@@ -139,34 +158,15 @@ class LanguageModelConfig(ModelConfig):
 
     def _fill_in(self) -> None:
         """Replace None by what follows from other fields."""
-        size, heads = getattr(self, "hidden_size", 0), getattr(self, "num_attention_heads", 1)
-        if "head_dim" in self.__dataclass_fields__ and self.head_dim is None:  # type: ignore[attr-defined]
-            if size % heads:
-                raise ValueError(
-                    f"'{self.key_of('hidden_size')}' {size} is not a multiple of "
-                    f"'{self.key_of('num_attention_heads')}' {heads}"
-                )
-            self._set("head_dim", size // heads)
-        if getattr(self, "num_key_value_heads", 0) is None:
-            self._set("num_key_value_heads", heads)
-        if getattr(self, "intermediate_size", 0) is None:
-            self._set("intermediate_size", 4 * size)
-        if getattr(self, "layer_types", None) == ():
-            kind = FULL if getattr(self, "sliding_window", None) is None else SLIDING
-            self._set("layer_types", (kind,) * self.num_hidden_layers)  # type: ignore[attr-defined]
-
-    def _set(self, name: str, value: Any) -> None:
-        """Set a field, while the instance is made."""
-        object.__setattr__(self, spelling(self, name), value)
 
     def _check(self) -> None:
         """Raise ValueError if fields contradict each other."""
-        heads = getattr(self, "num_attention_heads", 1)
-        kv_heads = getattr(self, "num_key_value_heads", 1)
-        if heads % kv_heads:
-            raise ValueError(
-                f"'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {kv_heads}"
-            )
+        self._check_activation()
+        self._check_layer_types()
+        self._check_ropes()
+
+    def _check_activation(self) -> None:
+        """Raise ValueError if an activation function is not known."""
         for name in ("hidden_act", "hidden_activation", "activation_function", "activation"):
             act = getattr(self, name, None)
             if act is not None and act not in ACTIVATIONS:
@@ -174,34 +174,23 @@ class LanguageModelConfig(ModelConfig):
                 raise ValueError(
                     f"'{self.key_of(name)}' is {act[:80]!r}: it must be one of {known}"
                 )
+
+    def _check_layer_types(self) -> None:
+        """Raise ValueError if ``layer_types`` does not have one entry for each layer."""
         kinds = getattr(self, "layer_types", None)
         if kinds is not None and len(kinds) != self.num_hidden_layers:  # type: ignore[attr-defined]
             raise ValueError(
                 f"'layer_types' has {len(kinds)} entries for {self.num_hidden_layers} layers"  # type: ignore[attr-defined]
             )
-        if SLIDING in (kinds or ()) and getattr(self, "sliding_window", None) is None:
-            raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
+
+    def _check_ropes(self) -> None:
+        """Raise ValueError if heads cannot be rotated so."""
         for name, rope in _ropes_of(self).items():
             rope.check(self.rope_width_of(name))
-        self._check_experts()
 
-    def _check_experts(self) -> None:
-        """Raise ValueError if a token chooses more experts than a layer has."""
-        name = self._experts_name
-        if name is None or not any(map(self.is_sparse, range(self.num_hidden_layers))):  # type: ignore[attr-defined]
-            return
-        count, chosen = getattr(self, name), self.num_experts_per_tok  # type: ignore[attr-defined]
-        if chosen > count:
-            raise ValueError(
-                f"'num_experts_per_tok' {chosen} is more than '{self.key_of(name)}' {count}"
-            )
-
-    # --- what the cache and the engine need
-
-    @property
-    def ropes_by_length(self) -> list[Rope]:
-        """The Ropes whose frequencies depend on the length of the text (LongRoPE, dynamic NTK)."""
-        return [rope for rope in _ropes_of(self).values() if rope.depends_on_length]
+    def _set(self, name: str, value: Any) -> None:
+        """Set a field, while the instance is made."""
+        object.__setattr__(self, spelling(self, name), value)
 
     @property
     def rope_width(self) -> int:
@@ -211,28 +200,6 @@ class LanguageModelConfig(ModelConfig):
     def rope_width_of(self, name: str) -> int:
         """Return the width of the heads that the Rope of a field rotates."""
         return self.rope_width
-
-    def window(self, layer: int) -> int | None:
-        """The number of tokens that a token attends to in a layer, itself included; None: all before it."""
-        kinds = getattr(self, "layer_types", None)
-        window = getattr(self, "sliding_window", None)
-        return window if kinds is None or kinds[layer] == SLIDING else None
-
-    @property
-    def _experts_name(self) -> str | None:
-        """The name of the attribute that counts the experts; None: there is none."""
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        return next((name for name in names if hasattr(self, name)), None)
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP: by default, each layer of a model that has experts."""
-        return self._experts_name is not None
-
-    def states(self, layer: int) -> Mapping[str, KeysValues | States | Shared]:
-        """What the cache holds for a layer, by the name of the layer's group in the cache."""
-        window, heads = self.window(layer), self.num_attention_heads  # type: ignore[attr-defined]
-        kept = KeysValues(self.num_key_value_heads, self.head_dim, window, heads)  # type: ignore[attr-defined]
-        return {"full" if window is None else "sliding": kept}
 
     # --- config.json
 
@@ -270,7 +237,7 @@ class LanguageModelConfig(ModelConfig):
                 raise
             raise CheckpointFormatError(str(error), path=path) from None
         name = cls.model_type or cls.__name__
-        _refuse_unread(name, raw, tracker.keys_seen)
+        _refuse_unread(name, raw, {*cls.unused, *tracker.keys_seen})
         warn_of_unread(name, raw, {*cls.unused, *tracker.keys_seen})
         return found
 
@@ -335,6 +302,90 @@ class LanguageModelConfig(ModelConfig):
                 key = field.metadata.get("key") or field.name
                 found[key] = list(value) if isinstance(value, tuple) else value
         return found
+
+
+class LanguageModelConfig(ArchitectureConfig):
+    """Base class of the configurations of decoders."""
+
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    # Fields that no call reads: models from checkpoints that differ in them are one kind of tree.
+    _mx_unread: ClassVar[frozenset[str]] = frozenset(
+        {"max_position_embeddings", "tie_word_embeddings"}
+    )
+
+    def _fill_in(self) -> None:
+        """Replace None by what follows from other fields."""
+        size, heads = getattr(self, "hidden_size", 0), getattr(self, "num_attention_heads", 1)
+        if "head_dim" in self.__dataclass_fields__ and self.head_dim is None:  # type: ignore[attr-defined]
+            if size % heads:
+                raise ValueError(
+                    f"'{self.key_of('hidden_size')}' {size} is not a multiple of "
+                    f"'{self.key_of('num_attention_heads')}' {heads}"
+                )
+            self._set("head_dim", size // heads)
+        if getattr(self, "num_key_value_heads", 0) is None:
+            self._set("num_key_value_heads", heads)
+        if getattr(self, "intermediate_size", 0) is None:
+            self._set("intermediate_size", 4 * size)
+        if getattr(self, "layer_types", None) == ():
+            kind = FULL if getattr(self, "sliding_window", None) is None else SLIDING
+            self._set("layer_types", (kind,) * self.num_hidden_layers)  # type: ignore[attr-defined]
+
+    def _check(self) -> None:
+        """Raise ValueError if fields contradict each other."""
+        heads = getattr(self, "num_attention_heads", 1)
+        kv_heads = getattr(self, "num_key_value_heads", 1)
+        if heads % kv_heads:
+            raise ValueError(
+                f"'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {kv_heads}"
+            )
+        self._check_activation()
+        self._check_layer_types()
+        kinds = getattr(self, "layer_types", None)
+        if SLIDING in (kinds or ()) and getattr(self, "sliding_window", None) is None:
+            raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
+        self._check_ropes()
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raise ValueError if a token chooses more experts than a layer has."""
+        name = self._experts_name
+        if name is None or not any(map(self.is_sparse, range(self.num_hidden_layers))):  # type: ignore[attr-defined]
+            return
+        count, chosen = getattr(self, name), self.num_experts_per_tok  # type: ignore[attr-defined]
+        if chosen > count:
+            raise ValueError(
+                f"'num_experts_per_tok' {chosen} is more than '{self.key_of(name)}' {count}"
+            )
+
+    # --- what the cache and the engine need
+
+    @property
+    def ropes_by_length(self) -> list[Rope]:
+        """The Ropes whose frequencies depend on the length of the text (LongRoPE, dynamic NTK)."""
+        return [rope for rope in _ropes_of(self).values() if rope.depends_on_length]
+
+    def window(self, layer: int) -> int | None:
+        """The number of tokens that a token attends to in a layer, itself included; None: all before it."""
+        kinds = getattr(self, "layer_types", None)
+        window = getattr(self, "sliding_window", None)
+        return window if kinds is None or kinds[layer] == SLIDING else None
+
+    @property
+    def _experts_name(self) -> str | None:
+        """The name of the attribute that counts the experts; None: there is none."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return next((name for name in names if hasattr(self, name)), None)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP: by default, each layer of a model that has experts."""
+        return self._experts_name is not None
+
+    def states(self, layer: int) -> Mapping[str, KeysValues | States | Shared]:
+        """What the cache holds for a layer, by the name of the layer's group in the cache."""
+        window, heads = self.window(layer), self.num_attention_heads  # type: ignore[attr-defined]
+        kept = KeysValues(self.num_key_value_heads, self.head_dim, window, heads)  # type: ignore[attr-defined]
+        return {"full" if window is None else "sliding": kept}
 
 
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from maxjax.models.encoder.config import EncoderConfig
+from maxjax.models import EncoderConfig
 from maxjax.models.registry import all_families
 from tests.models.families.cases import Case, every
 from tests.models.families.choices import (

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import maxjax
-from maxjax.models import all_families
-from maxjax.models.encoder.config import EncoderConfig
+from maxjax.models import EncoderConfig, all_families
 from maxjax.nn.kv_cache.kinds import LatentVectors, Shared, States
 from tests.models import decoders
 from tests.models.families.cases import Case, every

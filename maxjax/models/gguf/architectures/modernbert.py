@@ -26,13 +26,16 @@ def _read(given: Settings, tensors: Shapes, config: Config) -> Config:
 
 def _write(config: Any) -> dict[str, Any]:
     """The metadata of a GGUF file that only this architecture has."""
-    if config.local_layers != tuple(bool(i % 3) for i in range(config.num_hidden_layers)):
+    if any((kind == "full_attention") != (i % 3 == 0) for i, kind in enumerate(config.layer_types)):
         raise unsupported("a ModernBERT whose windows are not in all layers but every third")
-    if config.local_rope.scaling is not None or config.rope.scaling is not None:
+    if (
+        config.local_rope_parameters.scaling is not None
+        or config.rope_parameters.scaling is not None
+    ):
         raise unsupported("a ModernBERT with 'rope_scaling' in a GGUF file")
     return {
         "attention.sliding_window": config.local_attention, "attention.causal": False,
-        "rope.freq_base_swa": config.local_rope.theta,
+        "rope.freq_base_swa": config.local_rope_parameters.theta,
     }  # fmt: skip
 
 
