@@ -61,8 +61,6 @@ class Routing:
             which a token chooses its experts: those in which the sum of the ``best_of_group`` highest
             scores is largest.
         best_of_group: number of scores that are summed for a group: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
-        on_inputs: whether an expert's input is multiplied by its share, instead of its result (Llama 4).
-        wide: whether scores are computed in float32, whatever the dtype of the model.
 
     Example:
         >>> route, scores = Routing(2, "sigmoid", normalised=True), jnp.array([[0.0, 1.0, 2.0, -1.0]])
@@ -82,8 +80,6 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     best_of_group: int = 2
-    on_inputs: bool = False
-    wide: bool = False
 
     def __post_init__(self) -> None:
         if self.shares not in SHARES:
