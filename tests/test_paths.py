@@ -130,7 +130,7 @@ def _with_paths(module, prefix, seen):
         if isinstance(value, type):
             things |= {f"{full}.{n}": getattr(value, n) for n in vars(value) if n[0] != "_"}
         for one, thing in things.items():
-            if callable(thing):
+            if (inspect.isroutine(thing) and callable(thing)) or isinstance(thing, type):
                 given = inspect.signature(thing).parameters.values()
                 if any("PathLike" in str(parameter.annotation) for parameter in given):
                     yield one
