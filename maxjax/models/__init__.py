@@ -15,8 +15,6 @@ if _TYPE_CHECKING:
     from .config import read_object as read_object
     from .construct import build as build
     from .construct import config_beside as config_beside
-    from .decoder.config import DecoderConfig as DecoderConfig
-    from .decoder.model import Decoder as Decoder
     from .encoder.model import Encoder as Encoder
     from .encoder.model import EncoderOutput as EncoderOutput
     from .family import Family as Family
@@ -25,6 +23,7 @@ if _TYPE_CHECKING:
     from .family import tensors as tensors
     from .find import find_family as find_family
     from .gguf.table import GGUFTable as GGUFTable
+    from .parts.config import LanguageModelConfig as LanguageModelConfig
     from .parts.encoder import EncoderConfig as EncoderConfig
     from .parts.language_model import LanguageModel as LanguageModel
     from .registry import FamilyNames as FamilyNames
@@ -42,8 +41,7 @@ __getattr__, __dir__, __all__ = _attributes(
         **_classes(),
         "config": "ModelConfig read_object",
         "construct": "build config_beside",
-        "decoder.config": "DecoderConfig",
-        "decoder.model": "Decoder",
+        "parts.config": "LanguageModelConfig",
         "parts.encoder": "EncoderConfig",
         "encoder.model": "Encoder EncoderOutput",
         "family": "Family PretrainedModel one_head tensors",

@@ -21,8 +21,6 @@ from .construct import config_beside as config_beside
 from .deberta_v2 import DebertaV2Config as DebertaV2Config
 from .deberta_v2 import DebertaV2ForSequenceClassification as DebertaV2ForSequenceClassification
 from .deberta_v2 import DebertaV2Model as DebertaV2Model
-from .decoder.config import DecoderConfig as DecoderConfig
-from .decoder.model import Decoder as Decoder
 from .deepseek import DeepseekV2 as DeepseekV2
 from .deepseek import DeepseekV2Config as DeepseekV2Config
 from .deepseek import DeepseekV3 as DeepseekV3
@@ -148,6 +146,7 @@ from .olmoe import OLMoE as OLMoE
 from .olmoe import OLMoEConfig as OLMoEConfig
 from .opt import OPT as OPT
 from .opt import OPTConfig as OPTConfig
+from .parts.config import LanguageModelConfig as LanguageModelConfig
 from .parts.encoder import EncoderConfig as EncoderConfig
 from .parts.language_model import LanguageModel as LanguageModel
 from .phi import Phi as Phi

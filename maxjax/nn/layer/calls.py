@@ -53,16 +53,14 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
         outputs = hooks.dispatch(module, call, args, kwargs, outputs)
     if not observed:
         return outputs
-    if passes_on(module, outputs):
+    if passes_on(outputs):
         return passing(module, OUTPUT, outputs[0]), *outputs[1:]
     return passing(module, OUTPUT, outputs)
 
 
-def passes_on(module: Any, values: Any) -> bool:
+def passes_on(values: Any) -> bool:
     """Return whether a result is a value, followed by a cache that a layer passes on: captures see the value alone."""
-    if not isinstance(values, tuple):
-        return False
-    return module._mx_carries or any(
+    return isinstance(values, tuple) and any(
         getattr(type(one), "_mx_is_passed_on", False) for one in values[1:]
     )
 
@@ -111,7 +109,7 @@ def _inputs(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) ->
         found = tuple(passing(module, INPUTS, found))
     if found and wants(module, INPUT):
         first, *rest = found
-        if passes_on(module, first):
+        if passes_on(first):
             first = (passing(module, INPUT, first[0]), *first[1:])
         else:
             first = passing(module, INPUT, first)

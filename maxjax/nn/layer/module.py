@@ -103,9 +103,6 @@ class Module(OfModule, Layer, StateDict, ABC):
     _mx_stacks: tuple[Any, ...] = ()
     # The plans that observe this Module: pairs (plan, name of the Module), as in ``observe/frames.py``.
     _mx_marks: tuple[Any, ...] = ()
-    # Whether the first argument and the result are tuples of a value and a state that is passed on:
-    # captures and patches then see only the value.
-    _mx_carries: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any):
         if kwargs:
