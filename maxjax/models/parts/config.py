@@ -167,7 +167,8 @@ class ArchitectureConfig(ModelConfig):
 
     def _check_activation(self) -> None:
         """Raise ValueError if an activation function is not known."""
-        for name in ("hidden_act", "hidden_activation", "activation_function", "activation"):
+        names = ("hidden_act", "hidden_activation", "activation_function", "activation")
+        for name in (*names, "mlp_hidden_act", "mamba_hidden_act"):
             act = getattr(self, name, None)
             if act is not None and act not in ACTIVATIONS:
                 known = ", ".join(ACTIVATIONS)
