@@ -41,35 +41,6 @@ def read_object(path: str | os.PathLike[str], option: str = "config_bytes") -> d
     return value
 
 
-def setting(
-    key: str | None = None,
-    *,
-    default: Any = dataclasses.MISSING,
-    minimum: float = 0,
-    maximum: float = MAX_SIZE,
-    held: str | None = None,
-    also: tuple[str, ...] = (),
-) -> Any:
-    """A field of a configuration, with its key in the file and its range.
-
-    Args:
-        key: key in the file, if it differs from the field's name.
-        default: value if the file does not have the key; without it the key is required.
-        minimum, maximum: range of a number, both ends included.
-        held: what the number counts in the checkpoint's tensors, which therefore limit it: "axis"
-            (the length of an axis) or "layers" (the layers in their names).
-        also: other keys for the same setting, used if the file does not have the first.
-    """
-    metadata = {
-        "key": key,
-        "minimum": minimum,
-        "maximum": maximum,
-        "bounded_by": held,
-        "aliases": also,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 def config_field(
     default: Any = dataclasses.MISSING,
     *,
@@ -109,7 +80,7 @@ class ModelConfig:
         ... class Config(ModelConfig):
         ...     hidden_size: int
         ...     num_hidden_layers: int
-        ...     eps: float = setting("layer_norm_eps", default=1e-5)
+        ...     eps: float = config_field(1e-5, key="layer_norm_eps")
         >>> Config.from_dict({"hidden_size": 8, "num_hidden_layers": 2, "dropout": 0.1})
         Config(hidden_size=8, num_hidden_layers=2, eps=1e-05)
         >>> Config.from_dict({"hidden_size": "8", "num_hidden_layers": 2}, path="config.json")
@@ -121,12 +92,8 @@ class ModelConfig:
 
     # ``model_type`` of the files that a class reads.
     model_type: ClassVar[str] = ""
-    # Values for keys that a file does not have, where null in a file means something else.
-    unsaid: ClassVar[Mapping[str, Any]] = {}
     # Keys of special tokens, which are written as null if they are not known: transformers' own may not exist.
     special: ClassVar[tuple[str, ...]] = ()
-    # Names of kinds of layers in ``layer_types``, by field: (where it is True, where it is False).
-    layer_names: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes the instance; an unknown keyword argument raises an error with the name that it has here."""
@@ -141,22 +108,10 @@ class ModelConfig:
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The default of each key that a file may leave out, for keys that have one."""
-        fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("own")]
+        fields = [field for field in dataclasses.fields(cls) if not field.metadata.get("constant")]
         found = {field.metadata.get("key") or field.name: field.default for field in fields}
         found.pop("rope_parameters", None)
-        given = {key: d for key, d in found.items() if d not in (None, (), dataclasses.MISSING)}
-        return {**given, **cls.unsaid}
-
-    @classmethod
-    def value(cls, raw: Mapping[str, Any], name: str) -> Any:
-        """The value of a field in a file, under any of the field's keys; the default if the file has none."""
-        field = cls.__dataclass_fields__[name]
-        found = raw.get(_key(field, raw))
-        return field.default if found is None else found
-
-    def spelled(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """The content of a file that is written, where ``written`` cannot know the family's keys."""
-        return raw
+        return {key: d for key, d in found.items() if d not in (None, (), dataclasses.MISSING)}
 
     @classmethod
     def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,18 +128,12 @@ class ModelConfig:
             CheckpointFormatError: a key is missing, of the wrong type or out of range, or
                 values contradict each other; the message names the key.
         """
-        raw = {**cls.unsaid, **raw}
-        types_of = typing.get_type_hints(cls)
-        values = {}
-        for field in dataclasses.fields(cls):
-            key = _key(field, raw)
-            value = raw.get(key)
-            if value is not None:
-                values[field.name] = _checked(key, value, types_of[field.name], field, path)
-            elif field.default is dataclasses.MISSING:
-                raise CheckpointFormatError(f"'{key}' is missing", path=path)
+        kinds, tracker = typing.get_type_hints(cls), ReadTracker(raw, path)
+        fields = dataclasses.fields(cls)
+        found = {one.name: field_value(one, kinds[one.name], tracker) for one in fields}
+        given = {name: one for name, one in found.items() if one is not dataclasses.MISSING}
         try:
-            return cls(**values)
+            return cls(**given)
         except ValueError as error:  # from a subclass's __post_init__
             raise CheckpointFormatError(str(error), path=path) from None
 

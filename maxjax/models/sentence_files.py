@@ -29,7 +29,7 @@ from ..storage.save.beside import Files, files_of
 from ..storage.save.outgoing import outgoing
 from ..storage.sidecars import DENSE
 from ..storage.strict_json import load_json
-from .config import ModelConfig, read_object, setting
+from .config import ModelConfig, config_field, read_object
 from .pooling import POOLINGS, SIMILARITIES, Dense, Pooling
 
 # The settings of the whole model.
@@ -94,34 +94,34 @@ class _Module(ModelConfig):
 class _SentenceConfig(ModelConfig):
     """``sentence_bert_config.json``."""
 
-    max_seq_length: int | None = setting(default=None, minimum=1)
-    do_lower_case: bool = setting(default=False)
+    max_seq_length: int | None = config_field(None, minimum=1)
+    do_lower_case: bool = config_field(False)
 
 
 @dataclass(frozen=True)
 class _ModelConfig(ModelConfig):
     """``config_sentence_transformers.json``, except for its prompts."""
 
-    similarity_fn_name: str | None = setting(default=None)
-    truncate_dim: int | None = setting(default=None, minimum=1)
-    activation_fn: str | None = setting(default=None)
+    similarity_fn_name: str | None = config_field(None)
+    truncate_dim: int | None = config_field(None, minimum=1)
+    activation_fn: str | None = config_field(None)
 
 
 @dataclass(frozen=True)
 class _DenseConfig(ModelConfig):
     """``2_Dense/config.json``."""
 
-    in_features: int = setting(minimum=1)
-    out_features: int = setting(minimum=1)
-    bias: bool = setting(default=True)
-    activation_function: str = setting(default="torch.nn.modules.activation.Tanh")
+    in_features: int = config_field(minimum=1)
+    out_features: int = config_field(minimum=1)
+    bias: bool = config_field(True)
+    activation_function: str = config_field("torch.nn.modules.activation.Tanh")
 
 
 @dataclass(frozen=True)
 class _PoolingConfig(ModelConfig):
     """The settings of ``1_Pooling/config.json`` that apply to all modes."""
 
-    include_prompt: bool = setting(default=True)
+    include_prompt: bool = config_field(True)
 
 
 def read_pooling(directory: str | os.PathLike[str]) -> tuple[Pooling | None, Path]:

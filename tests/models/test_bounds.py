@@ -77,7 +77,7 @@ def checkpoints(tmp_path_factory):
 def fields_of(family):
     """(key, field) of each number that a file may say; other keys for it as well."""
     for field in dataclasses.fields(family.config):
-        if not field.metadata.get("own") and (
+        if not field.metadata.get("constant") and (
             "int" in str(field.type) or "float" in str(field.type)
         ):
             yield field.metadata.get("key") or field.name, field

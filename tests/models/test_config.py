@@ -13,7 +13,7 @@ from maxjax.errors import (
 )
 from maxjax.models.bert import BertConfig
 from maxjax.models.cohere import Cohere2Config
-from maxjax.models.config import ModelConfig, read_object, setting
+from maxjax.models.config import ModelConfig, config_field, read_object
 from maxjax.models.deberta_v2 import DebertaV2Config
 from maxjax.models.deepseek import DeepseekV2Config
 from maxjax.models.ernie4_5 import Ernie45Config
@@ -36,12 +36,12 @@ from maxjax.models.qwen3_next import Qwen35MoEConfig
 
 @dataclasses.dataclass(frozen=True)
 class Config(ModelConfig):
-    size: int = setting(minimum=1)
-    layers: int = setting("num_hidden_layers", minimum=1, maximum=100)
-    eps: float = setting("layer_norm_eps", default=1e-5)
-    act: str = setting(default="gelu")
-    flag: bool = setting(default=False)
-    window: int | None = setting(default=None)
+    size: int = config_field(minimum=1)
+    layers: int = config_field(key="num_hidden_layers", minimum=1, maximum=100)
+    eps: float = config_field(1e-5, key="layer_norm_eps")
+    act: str = config_field("gelu")
+    flag: bool = config_field(False)
+    window: int | None = config_field(None)
 
     def __post_init__(self):
         if self.size % self.layers:

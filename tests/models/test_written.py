@@ -84,7 +84,9 @@ def test_settings_of_the_defaults_come_back(name):
     aliases = {key: getattr(family.config, key, None) for key in sizes}
     spelled = {key: one.name if isinstance(one, Alias) else key for key, one in aliases.items()}
     sizes = {spelled[key]: value for key, value in sizes.items()}
-    fields = {one.name for one in dataclasses.fields(family.config) if not one.metadata.get("own")}
+    fields = {
+        one.name for one in dataclasses.fields(family.config) if not one.metadata.get("constant")
+    }
     config = family.config(**{key: value for key, value in sizes.items() if key in fields})
     assert family.config.from_dict(json.loads(json.dumps(written(config)))) == config
 
@@ -168,7 +170,7 @@ class Mine(LlamaConfig):
 def test_a_registered_family_of_ones_own_writes_its_keys():
     config = maxjax.models.Olmo2Config(96, 16, 24, num_hidden_layers=2, num_attention_heads=4)
     mine = dataclasses.make_dataclass(
-        "Own", [("depth", int, maxjax.models.config.setting("my_depth", default=4))],
+        "Own", [("depth", int, maxjax.models.config.config_field(4, key="my_depth"))],
         bases=(type(config),), namespace={"model_type": "own"}, frozen=True,
     )  # fmt: skip
     family = maxjax.models.Family.of(type("Own", (maxjax.models.Olmo2,), {}), mine)

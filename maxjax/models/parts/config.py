@@ -60,7 +60,7 @@ def layers(default: Any = dataclasses.MISSING, **options: Any) -> Any:
 
 def constant(value: Any) -> Any:
     """Declare a field that is the same in every file of the architecture: it is neither read nor written."""
-    return dataclasses.field(default=value, metadata={"own": True})
+    return dataclasses.field(default=value, metadata={"constant": True})
 
 
 def with_defaults(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ReadTracker:
@@ -260,7 +260,7 @@ class ArchitectureConfig(ModelConfig):
         kinds, fields = typing.get_type_hints(cls), dataclasses.fields(cls)  # type: ignore[arg-type]
         # RoPE's settings refer to the context length, which is therefore read first.
         for field in sorted(fields, key=lambda one: kinds[one.name] is Rope):
-            if field.name in values or field.metadata.get("own"):
+            if field.name in values or field.metadata.get("constant"):
                 continue
             if kinds[field.name] is Rope:
                 default: Rope = field.default  # type: ignore[assignment]
@@ -294,7 +294,7 @@ class ArchitectureConfig(ModelConfig):
         found: dict[str, Any] = {"model_type": self.model_type}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if field.metadata.get("own") or (field.name == "is_causal" and value):
+            if field.metadata.get("constant") or (field.name == "is_causal" and value):
                 continue
             if isinstance(value, Rope):
                 found |= value.to_hf(field.default) if field.name == "rope_parameters" else {}

@@ -27,7 +27,7 @@ from .definition import weight_values
 from .walk import Walk, deleted_arrays
 
 
-class Names:
+class ModuleNames:
     """Cached look-ups of names below a Module: a trace needs one for each weight and call."""
 
     def __init__(self, root: Any):

@@ -518,8 +518,8 @@ class Module(OfModule, Layer, StateDict, ABC):
     def _mx_names(self) -> tuple[dict[str, Weight], dict[str, str]]:
         return cache_of(self).names(self)
 
-    def _mx_names_below(self) -> call_stack.Names:
-        return call_stack.Names(self)
+    def _mx_names_below(self) -> call_stack.ModuleNames:
+        return call_stack.ModuleNames(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Module:
         # Functions are shared, as by jax.tree.map: a copied one would change the treedef.
