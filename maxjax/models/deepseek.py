@@ -108,7 +108,8 @@ class DeepseekV2Config(LanguageModelConfig):
         n_routed_experts, num_experts_per_tok: X and k.
         n_shared_experts: number of experts that every token goes through; together they are one MLP.
         first_k_dense_replace: number of first layers that have an MLP in place of experts.
-        routed_scaling_factor: factor of the shares of the chosen experts.
+        norm_topk_prob: whether the shares of the chosen experts are divided by their sum.
+        routed_scaling_factor: factor of the shares.
         topk_method: "greedy", or "group_limited_greedy" for experts from the best groups.
         n_group, topk_group: number of groups of experts, and of those that a token chooses from.
         scoring_func: what turns the router's results into scores.

@@ -84,7 +84,7 @@ class Ernie45MoEConfig(LanguageModelConfig):
         moe_num_shared_experts: number of experts that every token goes through; together they are one MLP.
         moe_norm_min: lower bound of the sum that shares are divided by.
         moe_layer_start_index, moe_layer_end_index, moe_layer_interval: indices of the first and the last layer
-            that may have experts (-1: the last of all), and n, where every n-th of these has.
+            that may have experts (-1 becomes that of the last layer), and n, where every n-th of these has.
     """
 
     model_type = "ernie4_5_moe"
@@ -126,6 +126,11 @@ class Ernie45MoEConfig(LanguageModelConfig):
         """k."""
         return self.moe_k
 
+    def _fill_in(self) -> None:
+        super()._fill_in()
+        if self.moe_layer_end_index == -1:
+            self._set("moe_layer_end_index", self.num_hidden_layers - 1)
+
     def _check_experts(self) -> None:
         if self.moe_k > self.moe_num_experts and any(
             map(self.is_sparse, range(self.num_hidden_layers))
@@ -136,12 +141,8 @@ class Ernie45MoEConfig(LanguageModelConfig):
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts in place of its MLP."""
-        last = self.moe_layer_end_index
-        last = self.num_hidden_layers - 1 if last == -1 else last
-        return (
-            self.moe_layer_start_index <= layer <= last
-            and (layer + 1) % self.moe_layer_interval == 0
-        )
+        is_between = self.moe_layer_start_index <= layer <= self.moe_layer_end_index
+        return is_between and (layer + 1) % self.moe_layer_interval == 0
 
 
 class Ernie45MoEAttention(Module):
