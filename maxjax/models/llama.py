@@ -107,6 +107,7 @@ class LlamaAttention(Module):
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         E, bias, out_bias = config.hidden_size, config.attention_bias, config.attention_out_bias
         self.heads, self.kv_heads, self.head_dim = H, K, D
+        # None in a Llama; Mistral and Qwen 2 below may have a window.
         window = config.window(layer)
         self.mask = CAUSAL if window is None else sliding(window)
         if not config.is_causal:
@@ -122,6 +123,7 @@ class LlamaAttention(Module):
         q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)  # [B, T, H D], [B, T, K D]
         q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
         q, k = rope(q, angles), rope(k, angles)
+        # Writes k and v to the cache, and attends to all of it.
         y, cache = attend(q, k, v, cache, self.mask, scale=self.head_dim**-0.5)  # [B, T, H, D]
         return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
 
@@ -157,6 +159,7 @@ class LlamaBlock(Module):
     def __init__(self, config: LlamaConfig, layer: int, dtype: DType):
         super().__init__()
         E, eps = config.hidden_size, config.rms_norm_eps
+        # Rounds to the model's dtype before it multiplies by the weight, as transformers does.
         self.input_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
         self.self_attn = LlamaAttention(config, layer, dtype)
         self.post_attention_layernorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
