@@ -304,7 +304,7 @@ def _encode(
     if isinstance(batch, PackedTokens):
         seen = batch.numbers[:, :, None] == batch.numbers[:, None, :]  # [B, T, T]
         types = batch.type_ids if model.takes_types else None
-        places = model.places(batch.ids, batch.positions)
+        places = model.position_ids(batch.ids, batch.positions)
         run = lambda: model(batch.ids, seen, types, places)
         output, taps = tapped(model, patches, run)
         states = output.last_hidden_state.astype(dtype)

@@ -15,8 +15,6 @@ if _TYPE_CHECKING:
     from .config import read_object as read_object
     from .construct import build as build
     from .construct import config_beside as config_beside
-    from .encoder.model import Encoder as Encoder
-    from .encoder.model import EncoderOutput as EncoderOutput
     from .family import Family as Family
     from .family import PretrainedModel as PretrainedModel
     from .family import one_head as one_head
@@ -24,7 +22,9 @@ if _TYPE_CHECKING:
     from .find import find_family as find_family
     from .gguf.table import GGUFTable as GGUFTable
     from .parts.config import LanguageModelConfig as LanguageModelConfig
+    from .parts.encoder import Encoder as Encoder
     from .parts.encoder import EncoderConfig as EncoderConfig
+    from .parts.encoder import EncoderOutput as EncoderOutput
     from .parts.language_model import LanguageModel as LanguageModel
     from .registry import FamilyNames as FamilyNames
     from .registry import all_families as all_families
@@ -42,8 +42,7 @@ __getattr__, __dir__, __all__ = _attributes(
         "config": "ModelConfig read_object",
         "construct": "build config_beside",
         "parts.config": "LanguageModelConfig",
-        "parts.encoder": "EncoderConfig",
-        "encoder.model": "Encoder EncoderOutput",
+        "parts.encoder": "Encoder EncoderConfig EncoderOutput",
         "family": "Family PretrainedModel one_head tensors",
         "find": "find_family",
         "gguf.table": "GGUFTable",

@@ -1,29 +1,60 @@
 """ALBERT: layers that share one set of weights, and embeddings that are narrower than the hidden states.
 
-Attributes are named as in Hugging Face's checkpoints. Source: arXiv:1909.11942.
+::
+
+    x = LayerNorm(word_embeddings[ids] + token_type_embeddings[types] + position_embeddings[positions])
+    x = embedding_hidden_mapping_in(x)
+    in each layer, with the weights of its group:
+        q, k, v = query(x), key(x), value(x)
+        x = LayerNorm(x + dense(softmax(q kᵀ / √D) v))          for each head, over all tokens
+        x = full_layer_layer_norm(x + ffn_output(gelu(ffn(x))))
+    pooled = tanh(pooler(x[0]))
+
+Source: arXiv:1909.11942.
+
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..graph.device import DeviceRef
+from ..dtype import DType
+from ..nn.activation import activation
+from ..nn.attention.both_ways import both_ways
+from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear
-from .bert import BERT, BertConfig
-from .encoder.attention import EncoderAttention, TokenInputs, Types
-from .encoder.block import EncoderEmbeddings, EncoderMLP, plus
-from .encoder.model import Encoder, Layers, with_head
+from ..nn.linear import Linear, linears
+from .family import Family
 from .names import GAMMA_BETA, Drop, Names, Prefix
-from .parts import config_field, layers, size
+from .parts import (
+    Dtypes,
+    Encoder,
+    EncoderConfig,
+    add_embeddings,
+    add_norm,
+    config_field,
+    constant,
+    layer_norm,
+    layers,
+    merge_heads,
+    refuse,
+    replicate_over_mesh,
+    run_encoder,
+    size,
+    split_features_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_head,
+)
 
 
 @dataclass(frozen=True)
-class AlbertConfig(BertConfig):
+class AlbertConfig(EncoderConfig):
     """The settings of an ALBERT, with Hugging Face's defaults for missing keys.
 
     Attributes:
@@ -33,72 +64,137 @@ class AlbertConfig(BertConfig):
 
     model_type = "albert"
 
+    vocab_size: int = size()
+    hidden_size: int = size()
+    intermediate_size: int = size()
     num_hidden_layers: int = config_field(minimum=1, maximum=1000)
+    num_attention_heads: int = size()
     hidden_act: str = "gelu_new"
+    max_position_embeddings: int = size(512)
+    type_vocab_size: int = size(2)
+    layer_norm_eps: float = 1e-12
+    position_embedding_type: str = "absolute"
+    num_labels: int = constant(2)  # of "id2label"
     embedding_size: int = size(128)
     num_hidden_groups: int = layers(1)
     inner_group_num: int = config_field(1, minimum=1, maximum=1000)
 
-
-class AlbertAttention(EncoderAttention):
-    """Self-attention, the residual sum, and its norm."""
-
-    names: ClassVar[tuple[str, ...]] = ("query", "key", "value", "dense")
-
-    def __init__(self, config: AlbertConfig, types: Types):
-        super().__init__(config, types)
-        self.LayerNorm = types.norm(config)
-
-    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
-        """``[B, T, E]`` → the same shape."""
-        return plus(self.LayerNorm, x, super().__call__(x, tokens))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"position_embedding_type": self.position_embedding_type}
+        refuse(given, {"position_embedding_type": "absolute"}, "Albert")
 
 
-class AlbertLayer(EncoderMLP):
-    """Attention, then the MLP of ``ffn`` and ``ffn_output``, the residual sum, and its norm."""
+class AlbertEmbeddings(Module):
+    """The normalised sum of the embeddings of tokens, token types and positions."""
 
-    names: ClassVar[tuple[str, ...]] = ("ffn", "ffn_output")
+    def __init__(self, config: AlbertConfig, dtypes: Dtypes):
+        super().__init__()
+        width, dtype = config.embedding_size, dtypes.dtype
+        self.reduce_dtype = dtypes.reduce
+        self.word_embeddings = Embedding(config.vocab_size, width, dtype)
+        self.position_embeddings = Embedding(config.max_position_embeddings, width, dtype)
+        self.token_type_embeddings = Embedding(config.type_vocab_size, width, dtype)
+        self.LayerNorm = layer_norm(width, config.layer_norm_eps, dtypes)
 
-    def __init__(self, config: AlbertConfig, types: Types):
-        super().__init__(config, types)
-        self.attention = AlbertAttention(config, types)
-        self.full_layer_layer_norm = types.norm(config)
+    def __call__(self, ids: jax.Array, types: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.word_embeddings(ids)  # [B, T, embedding_size]
+        others = self.token_type_embeddings(types), self.position_embeddings(positions)
+        return self.LayerNorm(add_embeddings(self.reduce_dtype, x, *others)).astype(x.dtype)
 
-    def __call__(self, x: jax.Array, tokens: Any = None) -> jax.Array:
-        """``[B, T, E]`` → the same shape."""
-        x = self.attention(x, tokens)
-        return plus(self.full_layer_layer_norm, x, super().__call__(x))
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small tables; the table of tokens has its own rule."""
+        return replicate_over_mesh("position_embeddings", "token_type_embeddings")
 
 
-def _group(config: AlbertConfig, types: Types) -> Layers:
+class AlbertAttention(Module):
+    """Self-attention, the sum, and its norm."""
+
+    def __init__(self, config: AlbertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, dtype = config.hidden_size, dtypes.dtype
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.softmax_dtype = dtypes.reduce
+        self.query = Linear(E, E, dtype, has_bias=True)
+        self.key = Linear(E, E, dtype, has_bias=True)
+        self.value = Linear(E, E, dtype, has_bias=True)
+        self.dense = Linear(E, E, dtype, has_bias=True)
+        self.LayerNorm = layer_norm(E, config.layer_norm_eps, dtypes)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        q, k, v = linears([self.query, self.key, self.value], x)  # [B, T, E]
+        q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        y = both_ways(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        return add_norm(self.LayerNorm, x, self.dense(merge_heads(y)).astype(x.dtype))
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = dict.fromkeys(["query", "key", "value"], self.heads)
+        return split_heads_over_mesh(outputs, {"dense": self.heads}, self.head_dim)
+
+
+class AlbertLayer(Module):
+    """Attention, then the MLP, each with a LayerNorm after the sum."""
+
+    def __init__(self, config: AlbertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, F = config.hidden_size, config.intermediate_size
+        self.act = config.hidden_act
+        self.attention = AlbertAttention(config, dtypes)
+        self.ffn = Linear(E, F, dtypes.dtype, has_bias=True)
+        self.ffn_output = Linear(F, E, dtypes.dtype, has_bias=True)
+        self.full_layer_layer_norm = layer_norm(E, config.layer_norm_eps, dtypes)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        x = self.attention(x, mask)
+        y = activation(self.act)(self.ffn(x).astype(x.dtype))  # [B, T, F]
+        return add_norm(self.full_layer_layer_norm, x, self.ffn_output(y).astype(x.dtype))
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        return split_features_over_mesh(["ffn"], ["ffn_output"])
+
+
+class AlbertGroup(Module):
     """The layers of one set of weights."""
-    layers = (AlbertLayer(config, types) for _ in range(config.inner_group_num))
-    return Layers("albert_layers", layers)
+
+    def __init__(self, config: AlbertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.albert_layers: Any = LayerList(
+            AlbertLayer(config, dtypes) for _ in range(config.inner_group_num)
+        )
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return run_encoder(self.albert_layers, x, mask)
 
 
 class AlbertTransformer(Module):
     """The linear layer from the embeddings to the hidden size, and the layers."""
 
-    def __init__(self, config: AlbertConfig, types: Types):
+    def __init__(self, config: AlbertConfig, dtypes: Dtypes):
         super().__init__()
-        count = config.num_hidden_groups
-        self.each = [i * count // config.num_hidden_layers for i in range(config.num_hidden_layers)]
-        self.embedding_hidden_mapping_in = types.linear(config.embedding_size, config.hidden_size)
-        self.albert_layer_groups: Any = LayerList(_group(config, types) for _ in range(count))
+        layers, groups = config.num_hidden_layers, config.num_hidden_groups
+        self.group_of_layer = [i * groups // layers for i in range(layers)]
+        self.embedding_hidden_mapping_in = Linear(
+            config.embedding_size, config.hidden_size, dtypes.dtype, has_bias=True
+        )
+        self.albert_layer_groups: Any = LayerList(
+            AlbertGroup(config, dtypes) for _ in range(groups)
+        )
 
-    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
-        x = self.embedding_hidden_mapping_in(x).astype(x.dtype)
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        x = self.embedding_hidden_mapping_in(x).astype(x.dtype)  # [B, T, E]
         groups = list(self.albert_layer_groups)
-        for number in self.each:
-            x = groups[number](x, tokens)
+        for number in self.group_of_layer:
+            x = groups[number](x, mask)
         return x
 
 
 class AlbertPooler(Linear):
     """A linear layer and tanh, applied to the first token's state."""
 
-    def __init__(self, config: AlbertConfig, types: Types):
-        super().__init__(config.hidden_size, config.hidden_size, types.dtype, DeviceRef.CPU(), True)
+    def __init__(self, config: AlbertConfig, dtypes: Dtypes):
+        super().__init__(config.hidden_size, config.hidden_size, dtypes.dtype, has_bias=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jnp.tanh(super().__call__(x[:, 0]).astype(x.dtype))
@@ -113,20 +209,26 @@ class AlbertModel(Encoder):
         1
     """
 
-    has_pooler: ClassVar[bool] = True
-    pooler_class: ClassVar[Any] = AlbertPooler
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = True,
+        head: bool = False,
+    ):
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        super().__init__(config, dtypes)
+        self.embeddings = AlbertEmbeddings(config, dtypes)
+        self.encoder = AlbertTransformer(config, dtypes)
+        self.pooler = AlbertPooler(config, dtypes) if pooler else None
+        classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
+        self.classifier = classifier if head else None
 
-    def make(self, config: AlbertConfig, types: Types) -> None:
-        """Makes embeddings and layers."""
-        self.embeddings = EncoderEmbeddings(
-            config, types, positions=config.max_position_embeddings,
-            token_types=config.type_vocab_size, size=config.embedding_size,
-        )  # fmt: skip
-        self.encoder = AlbertTransformer(config, types)
-
-    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
-        return self.encoder(self.embeddings(input_ids, types, positions), TokenInputs(mask, {}))
+        return self.encoder(self.embeddings(ids, types, positions), mask)
 
 
 class AlbertForSequenceClassification(AlbertModel):
@@ -134,7 +236,7 @@ class AlbertForSequenceClassification(AlbertModel):
 
 
 _HEADS = ("PreTraining", "MaskedLM", "TokenClassification", "QuestionAnswering", "MultipleChoice")
-ALBERT = AlbertModel.family = BERT.like(
+ALBERT = AlbertModel.family = Family.of(
     AlbertModel,
     AlbertConfig,
     "AlbertModel",

@@ -1,6 +1,18 @@
-"""BERT, a text encoder. Attributes are named as in Hugging Face's checkpoints.
+"""BERT, and the text encoders that are computed alike: RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA.
 
-Shapes: B sequences of T tokens, H heads of width D, hidden size E.
+::
+
+    x = LayerNorm(word_embeddings[ids] + token_type_embeddings[types] + position_embeddings[positions])
+    in each layer:
+        q, k, v = query(x), key(x), value(x)
+        x = LayerNorm(x + dense(softmax(q kᵀ / √D) v))          for each head, over all tokens
+        x = LayerNorm(x + output(gelu(intermediate(x))))
+    pooled = tanh(pooler(x[0]))
+
+Sources: arXiv:1810.04805; RoBERTa arXiv:1907.11692; XLM-RoBERTa arXiv:1911.02116; CamemBERT arXiv:1911.03894;
+ELECTRA arXiv:2003.10555.
+
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features.
 """
 
 from __future__ import annotations
@@ -10,21 +22,40 @@ from typing import Any, ClassVar
 
 import jax
 
-from ..graph.placement.strategy import Segment, ShardingStrategy
-from ..nn.activation import ACTIVATIONS
-from ..nn.attention.tapped_attention import tapped_attention
-from ..nn.layer import Module
-from ..nn.linear import linear_rules, linears
-from .encoder.attention import Types
-from .encoder.block import EncoderEmbeddings, plus
-from .encoder.model import Encoder, Layers, with_head
+from ..dtype import DType
+from ..nn.activation import activation
+from ..nn.attention.both_ways import both_ways
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear, linears
 from .family import Family
 from .gguf.config.read import read_classifier, rows_of
 from .gguf.metadata import MAX_LAYERS, Settings
 from .gguf.names import CLASSIFIER
 from .gguf.table import GGUFTable
 from .names import GAMMA_BETA, Drop, Names, Prefix
-from .parts import EncoderConfig, constant, layers, refuse, size
+from .parts import (
+    ClassificationHead,
+    Dtypes,
+    Encoder,
+    EncoderConfig,
+    Pooler,
+    add_embeddings,
+    add_norm,
+    constant,
+    layer_norm,
+    layers,
+    merge_heads,
+    positions_past_padding,
+    refuse,
+    replicate_over_mesh,
+    run_encoder,
+    size,
+    split_features_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_head,
+)
 
 
 @dataclass(frozen=True)
@@ -51,100 +82,124 @@ class BertConfig(EncoderConfig):
         refuse(given, {"position_embedding_type": "absolute"}, type(self).__name__[:-6])
 
 
+class BertEmbeddings(Module):
+    """The normalised sum of the embeddings of tokens, token types and positions."""
+
+    def __init__(self, config: BertConfig, dtypes: Dtypes, width: int | None = None):
+        super().__init__()
+        E, dtype = width or config.hidden_size, dtypes.dtype
+        self.reduce_dtype = dtypes.reduce
+        self.word_embeddings = Embedding(config.vocab_size, E, dtype)
+        self.position_embeddings = Embedding(config.max_position_embeddings, E, dtype)
+        self.token_type_embeddings = Embedding(config.type_vocab_size, E, dtype)
+        self.LayerNorm = layer_norm(E, config.layer_norm_eps, dtypes)
+
+    def __call__(self, ids: jax.Array, types: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.word_embeddings(ids)  # [B, T, E]
+        others = self.token_type_embeddings(types), self.position_embeddings(positions)
+        return self.LayerNorm(add_embeddings(self.reduce_dtype, x, *others)).astype(x.dtype)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small tables; the table of tokens has its own rule."""
+        return replicate_over_mesh("position_embeddings", "token_type_embeddings")
+
+
 class BertSelfAttention(Module):
     """Self-attention: each token attends to every token that the mask allows."""
 
-    def __init__(self, config: Any, types: Types):
+    def __init__(self, config: BertConfig, dtypes: Dtypes):
         super().__init__()
-        size = config.hidden_size
-        self.num_heads = config.num_attention_heads
-        self.softmax_dtype = types.reduce
-        self.query = types.linear(size, size)
-        self.key = types.linear(size, size)
-        self.value = types.linear(size, size)
+        E, dtype = config.hidden_size, dtypes.dtype
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.softmax_dtype = dtypes.reduce
+        self.query = Linear(E, E, dtype, has_bias=True)
+        self.key = Linear(E, E, dtype, has_bias=True)
+        self.value = Linear(E, E, dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        q, k, v = linears([self.query, self.key, self.value], x)  # [B, T, E]
+        q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        y = both_ways(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        return merge_heads(y)  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the projections between heads."""
-        segment = Segment.head_aware(
-            self.num_heads, int(self.query.weight.shape[0]) // self.num_heads
+        return split_heads_over_mesh(
+            dict.fromkeys(["query", "key", "value"], self.heads), {}, self.head_dim
         )
-        rows = ShardingStrategy.segmented(1, 0, [segment])
-        return linear_rules("query", rows) | linear_rules("key", rows) | linear_rules("value", rows)
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        q, k, v = (
-            y.astype(x.dtype).reshape(*x.shape[:2], self.num_heads, -1)  # [B, T, H, D]
-            for y in linears([self.query, self.key, self.value], x)
-        )
-        mixed = tapped_attention(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
-        return mixed.reshape(x.shape)
 
 
 class BertResidual(Module):
-    """``LayerNorm(x + dense(y))``, the end of each half of a layer. The sum is not rounded before the norm."""
+    """``LayerNorm(x + dense(y))``, the end of each half of a layer."""
 
-    def __init__(self, in_dim: int, config: Any, types: Types):
+    def __init__(self, features: int, config: BertConfig, dtypes: Dtypes):
         super().__init__()
-        self.dense = types.linear(in_dim, config.hidden_size)
-        self.LayerNorm = types.norm(config)
+        self.dense = Linear(features, config.hidden_size, dtypes.dtype, has_bias=True)
+        self.LayerNorm = layer_norm(config.hidden_size, config.layer_norm_eps, dtypes)
 
     def __call__(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        return plus(self.LayerNorm, x, self.dense(y))
+        return add_norm(self.LayerNorm, x, self.dense(y))
 
 
 class BertAttention(Module):
     """The first half of a layer: self-attention and its output."""
 
-    def __init__(self, config: Any, types: Types):
+    def __init__(self, config: BertConfig, dtypes: Dtypes):
         super().__init__()
-        self.self = BertSelfAttention(config, types)
-        self.output = BertResidual(config.hidden_size, config, types)
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Splits the output's columns as the heads are split."""
-        heads, size = self.self.num_heads, int(self.output.dense.weight.logical_shape[1])
-        columns = ShardingStrategy.head_aware_columnwise(1, heads, size // heads)
-        return linear_rules("output.dense", columns)
+        self.self = BertSelfAttention(config, dtypes)
+        self.output = BertResidual(config.hidden_size, config, dtypes)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         return self.output(self.self(x, mask), x)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the output's inputs as the heads are split."""
+        return split_heads_over_mesh({}, {"output.dense": self.self.heads}, self.self.head_dim)
 
 
 class BertIntermediate(Module):
     """The first linear layer of the MLP, with its activation."""
 
-    def __init__(self, config: Any, types: Types):
+    def __init__(self, config: BertConfig, dtypes: Dtypes):
         super().__init__()
-        self.hidden_act = config.hidden_act
-        self.dense = types.linear(config.hidden_size, config.intermediate_size)
+        self.act = config.hidden_act
+        self.dense = Linear(
+            config.hidden_size, config.intermediate_size, dtypes.dtype, has_bias=True
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return ACTIVATIONS[self.hidden_act](self.dense(x).astype(x.dtype))
+        return activation(self.act)(self.dense(x).astype(x.dtype))  # [B, T, F]
 
 
 class BertLayer(Module):
-    """Attention, then an MLP, each with a residual connection and a LayerNorm after it.
+    """Attention, then the MLP, each with a LayerNorm after the sum."""
 
-    Attributes:
-        attention_class: class of the attention, which is called with hidden states and ``tokens``.
-    """
-
-    attention_class: ClassVar[Any] = BertAttention
-
-    def __init__(self, config: Any, types: Types):
+    def __init__(self, config: BertConfig, dtypes: Dtypes):
         super().__init__()
-        self.attention: Any = self.attention_class(config, types)
-        self.intermediate = BertIntermediate(config, types)
-        self.output = BertResidual(config.intermediate_size, config, types)
+        self.attention = BertAttention(config, dtypes)
+        self.intermediate = BertIntermediate(config, dtypes)
+        self.output = BertResidual(config.intermediate_size, config, dtypes)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        x = self.attention(x, mask)
+        return self.output(self.intermediate(x), x)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the inner features of the MLP."""
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return linear_rules("intermediate.dense", rows) | linear_rules("output.dense", columns)
+        return split_features_over_mesh(["intermediate.dense"], ["output.dense"])
 
-    def __call__(self, x: jax.Array, tokens: Any) -> jax.Array:
-        x = self.attention(x, tokens)
-        return self.output(self.intermediate(x), x)
+
+class BertEncoder(Module):
+    """The layers."""
+
+    def __init__(self, config: BertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.layer: Any = LayerList(
+            BertLayer(config, dtypes) for _ in range(config.num_hidden_layers)
+        )
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return run_encoder(self.layer, x, mask)
 
 
 class BertModel(Encoder):
@@ -154,7 +209,7 @@ class BertModel(Encoder):
         config: settings of the model.
         dtype: dtype of weights and activations.
         reduce_dtype: dtype in which norms, softmax and pooling are computed.
-        pooler: whether the model has a pooler; by default it has.
+        pooler: whether the model has a pooler.
         head: whether the model has a classification head.
 
     Example:
@@ -165,20 +220,29 @@ class BertModel(Encoder):
         ((3, 5, 8), (3, 8))
     """
 
-    has_pooler: ClassVar[bool] = True
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = True,
+        head: bool = False,
+    ):
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        super().__init__(config, dtypes)
+        self.embeddings = BertEmbeddings(config, dtypes)
+        self.encoder = BertEncoder(config, dtypes)
+        self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
+        self.classifier = self.make_classifier(dtypes) if head else None
 
-    def make(self, config: BertConfig, types: Types) -> None:
-        """Makes embeddings and layers."""
-        self.embeddings = EncoderEmbeddings(
-            config, types, positions=config.max_position_embeddings,
-            token_types=config.type_vocab_size,
-        )  # fmt: skip
-        layers = (BertLayer(config, types) for _ in range(config.num_hidden_layers))
-        self.encoder = Layers("layer", layers)
+    def make_classifier(self, dtypes: Dtypes) -> Module:
+        """Return the layer of the scores, which takes the pooled state."""
+        return Linear(self.config.hidden_size, self.config.num_labels, dtypes.dtype, has_bias=True)
 
-    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
-        return self.encoder(self.embeddings(input_ids, types, positions), mask)
+        return self.encoder(self.embeddings(ids, types, positions), mask)
 
 
 class BertForSequenceClassification(BertModel):
@@ -235,6 +299,7 @@ BERT_GGUF = GGUFTable(
     written=("attention.causal", "pooling_type"),
 )
 
+
 BERT = BertModel.family = Family.of(
     BertModel,
     BertConfig,
@@ -254,3 +319,212 @@ BERT = BertModel.family = Family.of(
     gguf=BERT_GGUF,
 )
 BERT_HEAD = BertForSequenceClassification.family = with_head(BERT, BertForSequenceClassification)
+
+# --- RoBERTa: positions skip padding and start after its id, and the head has two linear layers --------------
+
+_ROBERTA_HEADS = ("MaskedLM", "TokenClassification", "MultipleChoice", "QuestionAnswering")
+
+
+@dataclass(frozen=True)
+class RobertaConfig(BertConfig):
+    """The settings of a RoBERTa, with Hugging Face's defaults for missing keys."""
+
+    model_type = "roberta"
+
+    pad_token_id: int = size(1, minimum=0)
+
+    @property
+    def max_length(self) -> int:
+        """The maximum number of tokens: the first rows of the table of positions belong to padding."""
+        return self.max_position_embeddings - self.pad_token_id - 1
+
+
+class RobertaModel(BertModel):
+    """A RoBERTa without a head.
+
+    Example:
+        >>> model = RobertaModel(RobertaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
+        >>> ids, indices = jax.numpy.array([[5, 6, 1]]), jax.numpy.arange(3)[None]
+        >>> model.max_length, model.position_ids(ids, indices).tolist()
+        (510, [[2, 3, 1]])
+    """
+
+    takes_types: ClassVar[bool] = False
+
+    def make_classifier(self, dtypes: Dtypes) -> Module:
+        """Return the classification head, which takes the first token's state."""
+        return ClassificationHead(self.config.hidden_size, self.config.num_labels, dtypes)
+
+    def position_ids(self, ids: jax.Array, indices: jax.Array) -> jax.Array:
+        """The positions of tokens, which count only real tokens; that of padding is the padding token's id."""
+        return positions_past_padding(ids, indices, self.config.pad_token_id)
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
+        return self.classifier(pooled)
+
+
+class RobertaForSequenceClassification(RobertaModel):
+    """A RoBERTa with a classification head: a reranker, for example."""
+
+
+ROBERTA = RobertaModel.family = BERT.like(
+    RobertaModel,
+    RobertaConfig,
+    "RobertaModel",
+    *(f"RobertaFor{head}" for head in _ROBERTA_HEADS),
+    names=Names(
+        Prefix({"roberta.": ""}),
+        Drop("cls.*", "classifier.*", "qa_outputs.*", "lm_head.*", head=True),
+        Drop("embeddings.position_ids", "embeddings.token_type_ids"),
+        GAMMA_BETA,
+    ),
+)
+ROBERTA_HEAD = RobertaForSequenceClassification.family = with_head(
+    ROBERTA, RobertaForSequenceClassification
+)
+
+# --- XLM-RoBERTa: a vocabulary for a hundred languages; BGE-M3 and many other embedding models ----------------
+
+
+@dataclass(frozen=True)
+class XLMRobertaConfig(RobertaConfig):
+    """The settings of an XLM-RoBERTa."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaModel(RobertaModel):
+    """An XLM-RoBERTa without a head: RoBERTa with a vocabulary for a hundred languages."""
+
+
+class XLMRobertaForSequenceClassification(XLMRobertaModel):
+    """An XLM-RoBERTa with a classification head: a BGE reranker, for example."""
+
+
+XLM_ROBERTA = XLMRobertaModel.family = ROBERTA.like(
+    XLMRobertaModel,
+    XLMRobertaConfig,
+    "XLMRobertaModel",
+    *(f"XLMRobertaFor{head}" for head in _ROBERTA_HEADS),
+)
+XLM_ROBERTA_HEAD = XLMRobertaForSequenceClassification.family = with_head(
+    XLM_ROBERTA, XLMRobertaForSequenceClassification
+)
+
+# --- CamemBERT: a RoBERTa for French, whose files have names of their own ------------------------------------
+
+
+@dataclass(frozen=True)
+class CamembertConfig(RobertaConfig):
+    """The settings of a CamemBERT."""
+
+    model_type = "camembert"
+
+
+class CamembertModel(RobertaModel):
+    """A CamemBERT without a head.
+
+    Example:
+        >>> CamembertModel(CamembertConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)).max_length
+        510
+    """
+
+
+class CamembertForSequenceClassification(CamembertModel):
+    """A CamemBERT with a classification head."""
+
+
+CAMEMBERT = CamembertModel.family = ROBERTA.like(
+    CamembertModel,
+    CamembertConfig,
+    *(name.replace("Roberta", "Camembert") for name in ROBERTA.architectures),
+)
+CAMEMBERT_HEAD = CamembertForSequenceClassification.family = with_head(
+    CAMEMBERT, CamembertForSequenceClassification
+)
+
+# --- ELECTRA: embeddings may be narrower than hidden states, and there is no pooler --------------------------
+
+
+@dataclass(frozen=True)
+class ElectraConfig(BertConfig):
+    """The settings of an ELECTRA, with Hugging Face's defaults for missing keys."""
+
+    model_type = "electra"
+
+    embedding_size: int = size(128)
+
+
+class ElectraModel(BertModel):
+    """An ELECTRA without a head: the discriminator of published files, or the generator.
+
+    Attributes:
+        embeddings_project: linear layer from the embeddings to the hidden size, or None.
+
+    Example:
+        >>> config = ElectraConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, embedding_size=4)
+        >>> ElectraModel(config).embeddings_project.weight.shape
+        [Dim(8), Dim(4)]
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+        head: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler, head=head)
+        dtypes, narrow = Dtypes.of(dtype, reduce_dtype), config.embedding_size
+        self.embeddings = BertEmbeddings(config, dtypes, narrow)
+        is_narrow = narrow != config.hidden_size
+        self.embeddings_project = (
+            Linear(narrow, config.hidden_size, dtypes.dtype, has_bias=True) if is_narrow else None
+        )
+
+    def make_classifier(self, dtypes: Dtypes) -> Module:
+        """Return the classification head, which takes the first token's state."""
+        return ClassificationHead(self.config.hidden_size, self.config.num_labels, dtypes, "gelu")
+
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        x = self.embeddings(ids, types, positions)  # [B, T, embedding_size]
+        if self.embeddings_project is not None:
+            x = self.embeddings_project(x).astype(x.dtype)  # [B, T, E]
+        return self.encoder(x, mask)
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
+        return self.classifier(pooled)
+
+
+class ElectraForSequenceClassification(ElectraModel):
+    """An ELECTRA with a classification head: a reranker, for example."""
+
+
+_ELECTRA_HEADS = ("PreTraining", "MaskedLM", "TokenClassification", "QuestionAnswering")
+ELECTRA = ElectraModel.family = BERT.like(
+    ElectraModel,
+    ElectraConfig,
+    "ElectraModel",
+    *(f"ElectraFor{head}" for head in _ELECTRA_HEADS),
+    names=Names(
+        Prefix({"electra.": ""}),
+        Drop(
+            "cls.*",
+            "classifier.*",
+            "qa_outputs.*",
+            "discriminator_predictions.*",
+            "generator_*",
+            head=True,
+        ),
+        Drop("embeddings.position_ids", "embeddings.token_type_ids"),
+        GAMMA_BETA,
+    ),
+)
+ELECTRA_HEAD = ElectraForSequenceClassification.family = with_head(
+    ELECTRA, ElectraForSequenceClassification
+)

@@ -1,6 +1,17 @@
-"""DistilBERT: a BERT with half the layers, and no token types or pooler. Attributes are named as in its checkpoints.
+"""DistilBERT: a BERT with half the layers, and no token types or pooler.
+
+::
+
+    x = LayerNorm(word_embeddings[ids] + position_embeddings[positions])
+    in each layer:
+        q, k, v = q_lin(x), k_lin(x), v_lin(x)
+        x = sa_layer_norm(x + out_lin(softmax(q kᵀ / √D) v))    for each head, over all tokens
+        x = output_layer_norm(x + lin2(gelu(lin1(x))))
+    scores = classifier(relu(pre_classifier(x[0])))
 
 Source: arXiv:1910.01108.
+
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features.
 """
 
 from __future__ import annotations
@@ -10,13 +21,34 @@ from typing import Any, ClassVar
 
 import jax
 
-from ..nn.activation import ACTIVATIONS
-from .encoder.attention import EncoderAttention, TokenInputs, Types
-from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
-from .encoder.model import Encoder, Layers, with_head
+from ..dtype import DType
+from ..nn.activation import activation
+from ..nn.attention.both_ways import both_ways
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear, linears
 from .family import Family
 from .names import GAMMA_BETA, Drop, Names, Prefix
-from .parts import EncoderConfig, alias, constant, layers, size
+from .parts import (
+    Dtypes,
+    Encoder,
+    EncoderConfig,
+    Pooler,
+    add_embeddings,
+    add_norm,
+    alias,
+    constant,
+    layer_norm,
+    layers,
+    merge_heads,
+    replicate_over_mesh,
+    run_encoder,
+    size,
+    split_features_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_head,
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +59,6 @@ class DistilBertConfig(EncoderConfig):
 
     hidden_size, intermediate_size = alias("dim"), alias("hidden_dim")
     num_hidden_layers, num_attention_heads = alias("n_layers"), alias("n_heads")
-    hidden_act = alias("activation")
 
     vocab_size: int = size(30522)
     dim: int = size(768, aliases=("hidden_size",))
@@ -40,26 +71,97 @@ class DistilBertConfig(EncoderConfig):
     num_labels: int = constant(2)  # of "id2label"
 
 
-class DistilBertAttention(EncoderAttention):
-    """Self-attention."""
+class DistilBertEmbeddings(Module):
+    """The normalised sum of the embeddings of tokens and positions."""
 
-    names: ClassVar[tuple[str, ...]] = ("q_lin", "k_lin", "v_lin", "out_lin")
+    def __init__(self, config: DistilBertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.reduce_dtype = dtypes.reduce
+        self.word_embeddings = Embedding(config.vocab_size, config.dim, dtypes.dtype)
+        self.position_embeddings = Embedding(
+            config.max_position_embeddings, config.dim, dtypes.dtype
+        )
+        self.LayerNorm = layer_norm(config.dim, config.layer_norm_eps, dtypes)
+
+    def __call__(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.word_embeddings(ids)  # [B, T, E]
+        total = add_embeddings(self.reduce_dtype, x, self.position_embeddings(positions))
+        return self.LayerNorm(total).astype(x.dtype)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small table; the table of tokens has its own rule."""
+        return replicate_over_mesh("position_embeddings")
 
 
-class DistilBertMLP(EncoderMLP):
+class DistilBertAttention(Module):
+    """Self-attention: each token attends to every token that the mask allows."""
+
+    def __init__(self, config: DistilBertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, dtype = config.dim, dtypes.dtype
+        self.heads, self.head_dim = config.n_heads, config.head_dim
+        self.softmax_dtype = dtypes.reduce
+        self.q_lin = Linear(E, E, dtype, has_bias=True)
+        self.k_lin = Linear(E, E, dtype, has_bias=True)
+        self.v_lin = Linear(E, E, dtype, has_bias=True)
+        self.out_lin = Linear(E, E, dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        q, k, v = linears([self.q_lin, self.k_lin, self.v_lin], x)  # [B, T, E]
+        q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        y = both_ways(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        return self.out_lin(merge_heads(y)).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = dict.fromkeys(["q_lin", "k_lin", "v_lin"], self.heads)
+        return split_heads_over_mesh(outputs, {"out_lin": self.heads}, self.head_dim)
+
+
+class DistilBertMLP(Module):
     """The MLP."""
 
-    names: ClassVar[tuple[str, ...]] = ("lin1", "lin2")
+    def __init__(self, config: DistilBertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.act = config.activation
+        self.lin1 = Linear(config.dim, config.hidden_dim, dtypes.dtype, has_bias=True)
+        self.lin2 = Linear(config.hidden_dim, config.dim, dtypes.dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = activation(self.act)(self.lin1(x).astype(x.dtype))  # [B, T, F]
+        return self.lin2(y).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        return split_features_over_mesh(["lin1"], ["lin2"])
 
 
-class DistilBertLayer(EncoderLayer):
-    """A layer with norms after the residual sums."""
+class DistilBertLayer(Module):
+    """Attention, then the MLP, each with a LayerNorm after the sum."""
 
-    names = ("attention", "sa_layer_norm", "ffn", "output_layer_norm")
+    def __init__(self, config: DistilBertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.attention = DistilBertAttention(config, dtypes)
+        self.sa_layer_norm = layer_norm(config.dim, config.layer_norm_eps, dtypes)
+        self.ffn = DistilBertMLP(config, dtypes)
+        self.output_layer_norm = layer_norm(config.dim, config.layer_norm_eps, dtypes)
 
-    def __init__(self, config: DistilBertConfig, types: Types):
-        attention, mlp = DistilBertAttention(config, types), DistilBertMLP(config, types)
-        super().__init__(config, types, attention, mlp)
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        x = add_norm(self.sa_layer_norm, x, self.attention(x, mask))
+        return add_norm(self.output_layer_norm, x, self.ffn(x))
+
+
+class DistilBertTransformer(Module):
+    """The layers."""
+
+    def __init__(self, config: DistilBertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.layer: Any = LayerList(
+            DistilBertLayer(config, dtypes) for _ in range(config.num_hidden_layers)
+        )
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return run_encoder(self.layer, x, mask)
 
 
 class DistilBertModel(Encoder):
@@ -73,24 +175,31 @@ class DistilBertModel(Encoder):
 
     takes_types: ClassVar[bool] = False
 
-    def make(self, config: DistilBertConfig, types: Types) -> None:
-        """Makes embeddings and layers."""
-        self.embeddings = EncoderEmbeddings(config, types, positions=config.max_position_embeddings)
-        layers = (DistilBertLayer(config, types) for _ in range(config.num_hidden_layers))
-        self.transformer = Layers("layer", layers)
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+        head: bool = False,
+    ):
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        super().__init__(config, dtypes)
+        self.embeddings = DistilBertEmbeddings(config, dtypes)
+        self.transformer = DistilBertTransformer(config, dtypes)
+        self.pooler = Pooler(config.dim, dtypes) if pooler else None
+        if head:
+            self.pre_classifier = Linear(config.dim, config.dim, dtypes.dtype, has_bias=True)
+            self.classifier = Linear(config.dim, config.num_labels, dtypes.dtype, has_bias=True)
 
-    def make_head(self, config: DistilBertConfig, types: Types) -> None:
-        """Makes ``pre_classifier`` and ``classifier``."""
-        self.pre_classifier = types.linear(config.hidden_size, config.hidden_size)
-        super().make_head(config, types)
-
-    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
-        return self.transformer(self.embeddings(input_ids, types, positions), TokenInputs(mask, {}))
+        return self.transformer(self.embeddings(ids, positions), mask)
 
     def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
-        return self.classifier(ACTIVATIONS["relu"](self.pre_classifier(pooled)))
+        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
+        return self.classifier(activation("relu")(self.pre_classifier(pooled)))
 
 
 class DistilBertForSequenceClassification(DistilBertModel):

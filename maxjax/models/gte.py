@@ -1,23 +1,64 @@
 """GTE v1.5 and multilingual (Alibaba's "new" models): BERT's layers with RoPE and a gated MLP.
 
-Attributes are named as in its published files. Source: arXiv:2407.19669, and modeling.py beside the files.
+::
+
+    x = LayerNorm(word_embeddings[ids] + token_type_embeddings[types])
+    in each layer:
+        q, k, v = split(qkv_proj(x))
+        x = attn_ln(x + o_proj(softmax(rope(q) rope(k)ᵀ / √D) v))    for each head, over all tokens
+        up, gate = split(up_gate_proj(x))
+        x = mlp_ln(x + down_proj(gelu(gate) · up))
+
+Source: arXiv:2407.19669, and modeling.py beside the published files.
+
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
+from ..dtype import DType
+from ..nn.activation import activation
+from ..nn.attention.both_ways import both_ways
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear
 from ..nn.rope_scaling import LinearScalingParams
-from .encoder.attention import EncoderAttention, TokenInputs, Types
-from .encoder.block import EncoderEmbeddings, EncoderLayer, EncoderMLP
-from .encoder.model import Encoder, Layers, with_head
 from .family import Family
 from .names import ROPE_TABLES, Drop, Names, Prefix
-from .parts import EncoderConfig, Rope, config_field, constant, layers, refuse, size
+from .parts import (
+    Angles,
+    Dtypes,
+    Encoder,
+    EncoderConfig,
+    Pooler,
+    Rope,
+    add_embeddings,
+    add_norm,
+    config_field,
+    constant,
+    encoder_angles,
+    layer_norm,
+    layers,
+    merge_heads,
+    refuse,
+    replicate_over_mesh,
+    rope,
+    run_encoder,
+    size,
+    split_features_over_mesh,
+    split_fused_features_over_mesh,
+    split_fused_heads_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_head,
+)
 
 _FIXED = {
     "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True,
@@ -66,28 +107,100 @@ def _number(given: Mapping[str, Any], key: str, default: float | None = None) ->
     return float(value)
 
 
-class GteAttention(EncoderAttention):
-    """Self-attention with one projection of queries, keys and values."""
+class GteEmbeddings(Module):
+    """The normalised sum of the embeddings of tokens and, where there are any, token types."""
 
-    names: ClassVar[tuple[str, ...]] = ("qkv_proj", "o_proj")
+    def __init__(self, config: GteConfig, dtypes: Dtypes):
+        super().__init__()
+        E, types = config.hidden_size, config.type_vocab_size
+        self.reduce_dtype = dtypes.reduce
+        self.word_embeddings = Embedding(config.vocab_size, E, dtypes.dtype)
+        self.token_type_embeddings = Embedding(types, E, dtypes.dtype) if types else None
+        self.LayerNorm = layer_norm(E, config.layer_norm_eps, dtypes)
+
+    def __call__(self, ids: jax.Array, types: jax.Array) -> jax.Array:
+        x = self.word_embeddings(ids)  # [B, T, E]
+        total = x
+        if self.token_type_embeddings is not None:
+            total = add_embeddings(self.reduce_dtype, x, self.token_type_embeddings(types))
+        return self.LayerNorm(total).astype(x.dtype)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small table; the table of tokens has its own rule."""
+        return replicate_over_mesh("token_type_embeddings")
 
 
-class GteMLP(EncoderMLP):
-    """The gated MLP, with one projection of both halves."""
+class GteAttention(Module):
+    """Self-attention with rotary positions, and one linear layer for queries, keys and values."""
 
-    names: ClassVar[tuple[str, ...]] = ("up_gate_proj", "down_proj")
-    halves: ClassVar[str] = "up gate"
+    def __init__(self, config: GteConfig, dtypes: Dtypes):
+        super().__init__()
+        E, dtype = config.hidden_size, dtypes.dtype
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.softmax_dtype = dtypes.reduce
+        self.qkv_proj = Linear(E, 3 * E, dtype, has_bias=True)
+        self.o_proj = Linear(E, E, dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        qkv = jnp.split(self.qkv_proj(x).astype(x.dtype), 3, axis=-1)  # 3 × [B, T, E]
+        q, k, v = (split_heads(a, self.head_dim) for a in qkv)  # [B, T, H, D]
+        q, k = rope(q, angles), rope(k, angles)
+        y = both_ways(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        return self.o_proj(merge_heads(y)).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = split_fused_heads_over_mesh("qkv_proj", self.heads, self.head_dim)
+        return outputs | split_heads_over_mesh({}, {"o_proj": self.heads}, self.head_dim)
 
 
-class GteLayer(EncoderLayer):
-    """A layer with norms after the residual sums."""
+class GteMLP(Module):
+    """The gated MLP, with one linear layer for both inputs of the product."""
 
-    names = ("attention", "attn_ln", "mlp", "mlp_ln")
+    def __init__(self, config: GteConfig, dtypes: Dtypes):
+        super().__init__()
+        E, F = config.hidden_size, config.intermediate_size
+        self.act, self.features = config.hidden_act, F
+        self.up_gate_proj = Linear(E, 2 * F, dtypes.dtype)
+        self.down_proj = Linear(F, E, dtypes.dtype, has_bias=True)
 
-    def __init__(self, config: GteConfig, types: Types):
-        attention = GteAttention(config, types, rope="global")
-        mlp = GteMLP(config, types, has_bias=False, down_bias=True)
-        super().__init__(config, types, attention, mlp)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        up, gate = jnp.split(self.up_gate_proj(x).astype(x.dtype), 2, axis=-1)  # [B, T, F]
+        return self.down_proj(activation(self.act)(gate) * up).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        outputs = split_fused_features_over_mesh("up_gate_proj", self.features)
+        return outputs | split_features_over_mesh([], ["down_proj"])
+
+
+class GteLayer(Module):
+    """Attention, then the MLP, each with a LayerNorm after the sum."""
+
+    def __init__(self, config: GteConfig, dtypes: Dtypes):
+        super().__init__()
+        E, eps = config.hidden_size, config.layer_norm_eps
+        self.attention = GteAttention(config, dtypes)
+        self.attn_ln = layer_norm(E, eps, dtypes)
+        self.mlp = GteMLP(config, dtypes)
+        self.mlp_ln = layer_norm(E, eps, dtypes)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        x = add_norm(self.attn_ln, x, self.attention(x, mask, angles))
+        return add_norm(self.mlp_ln, x, self.mlp(x))
+
+
+class GteEncoder(Module):
+    """The layers."""
+
+    def __init__(self, config: GteConfig, dtypes: Dtypes):
+        super().__init__()
+        self.layer: Any = LayerList(
+            GteLayer(config, dtypes) for _ in range(config.num_hidden_layers)
+        )
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        return run_encoder(self.layer, x, mask, angles)
 
 
 class GteModel(Encoder):
@@ -99,21 +212,33 @@ class GteModel(Encoder):
         ['encoder.layer.0.mlp.up_gate_proj.weight']
     """
 
-    def make(self, config: GteConfig, types: Types) -> None:
-        """Makes embeddings and layers."""
-        self.embeddings = EncoderEmbeddings(config, types, token_types=config.type_vocab_size)
-        layers = (GteLayer(config, types) for _ in range(config.num_hidden_layers))
-        self.encoder = Layers("layer", layers)
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+        head: bool = False,
+    ):
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        super().__init__(config, dtypes)
+        self.embeddings = GteEmbeddings(config, dtypes)
+        self.encoder = GteEncoder(config, dtypes)
+        self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
+        classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
+        self.classifier = classifier if head else None
 
     @property
     def takes_types(self) -> bool:  # type: ignore[override]
         """Whether the model was trained with the token types of text pairs."""
         return self.config.type_vocab_size > 1
 
-    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
-        x = self.embeddings(input_ids, types, positions)
-        return self.encoder(x, TokenInputs(mask, self.rotations(positions, mask)))
+        config = self.config
+        angles = encoder_angles(config.rope_parameters, positions, mask, config.head_dim)
+        return self.encoder(self.embeddings(ids, types), mask, angles)
 
 
 class GteForSequenceClassification(GteModel):

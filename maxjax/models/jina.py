@@ -1,9 +1,19 @@
 """Jina's embeddings v3: XLM-RoBERTa with RoPE instead of learned positions.
 
-Attributes are named as in its published files, which also have low-rank updates (LoRA) of every layer, one
-for each task. These are not applied: embeddings are those of sentence-transformers without a task.
+::
+
+    x = emb_ln(word_embeddings[ids] + token_type_embeddings[types])
+    in each layer:
+        q, k, v = split(Wqkv(x))
+        x = norm1(x + out_proj(softmax(rope(q) rope(k)ᵀ / √D) v))    for each head, over all tokens
+        x = norm2(x + fc2(gelu(fc1(x))))
+
+The published files also have low-rank updates (LoRA) of every layer, one for each task. These are not applied:
+embeddings are those of sentence-transformers without a task.
 
 Source: arXiv:2409.10173, and modeling_xlm_roberta.py beside the files.
+
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features.
 """
 
 from __future__ import annotations
@@ -14,13 +24,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from .encoder.attention import EncoderAttention, Types
-from .encoder.block import EncoderLayer, EncoderMLP
-from .encoder.model import ClassificationHead, NormedEncoder, with_head
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType
+from ..nn.activation import activation
+from ..nn.attention.both_ways import both_ways
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear
 from .family import Family
-from .gguf.architectures.jina import JINA_V3_GGUF
+from .gguf.config.read import rows_of
+from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
 from .names import Drop, Names, Prefix, Rename
-from .parts import EncoderConfig, Rope, config_field, constant, layers, size
+from .parts import (
+    Angles,
+    ClassificationHead,
+    Dtypes,
+    Encoder,
+    EncoderConfig,
+    Pooler,
+    Rope,
+    add_embeddings,
+    add_norm,
+    config_field,
+    constant,
+    encoder_angles,
+    layer_norm,
+    layers,
+    merge_heads,
+    replicate_over_mesh,
+    rope,
+    run_encoder,
+    size,
+    split_features_over_mesh,
+    split_fused_heads_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_head,
+)
 from .unread import ReadTracker
 
 _LOG = logging.getLogger("maxjax")
@@ -65,29 +107,102 @@ class JinaV3Config(EncoderConfig):
         return super().from_hf(raw, **values)
 
 
-class JinaV3Attention(EncoderAttention):
-    """Self-attention with one projection of queries, keys and values."""
+class JinaV3Embeddings(Module):
+    """The sum of the embeddings of tokens and, where there are any, token types."""
 
-    names: ClassVar[tuple[str, ...]] = ("Wqkv", "out_proj")
+    def __init__(self, config: JinaV3Config, dtypes: Dtypes):
+        super().__init__()
+        E, types = config.hidden_size, config.type_vocab_size
+        self.reduce_dtype = dtypes.reduce
+        self.word_embeddings = Embedding(config.vocab_size, E, dtypes.dtype)
+        self.token_type_embeddings = Embedding(types, E, dtypes.dtype) if types else None
+
+    def __call__(self, ids: jax.Array, types: jax.Array) -> jax.Array:
+        x = self.word_embeddings(ids)  # [B, T, E]
+        if self.token_type_embeddings is None:
+            return x
+        return add_embeddings(self.reduce_dtype, x, self.token_type_embeddings(types)).astype(
+            x.dtype
+        )
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small table; the table of tokens has its own rule."""
+        return replicate_over_mesh("token_type_embeddings")
 
 
-class JinaV3MLP(EncoderMLP):
+class JinaV3Attention(Module):
+    """Self-attention with rotary positions, and one linear layer for queries, keys and values."""
+
+    def __init__(self, config: JinaV3Config, dtypes: Dtypes):
+        super().__init__()
+        E, dtype = config.hidden_size, dtypes.dtype
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.softmax_dtype = dtypes.reduce
+        self.Wqkv = Linear(E, 3 * E, dtype, has_bias=True)
+        self.out_proj = Linear(E, E, dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        qkv = jnp.split(self.Wqkv(x).astype(x.dtype), 3, axis=-1)  # 3 × [B, T, E]
+        q, k, v = (split_heads(a, self.head_dim) for a in qkv)  # [B, T, H, D]
+        q, k = rope(q, angles), rope(k, angles)
+        y = both_ways(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        return self.out_proj(merge_heads(y)).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = split_fused_heads_over_mesh("Wqkv", self.heads, self.head_dim)
+        return outputs | split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim)
+
+
+class JinaV3MLP(Module):
     """The MLP."""
 
-    names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
+    def __init__(self, config: JinaV3Config, dtypes: Dtypes):
+        super().__init__()
+        E, F = config.hidden_size, config.intermediate_size
+        self.act = config.hidden_act
+        self.fc1 = Linear(E, F, dtypes.dtype, has_bias=True)
+        self.fc2 = Linear(F, E, dtypes.dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = activation(self.act)(self.fc1(x).astype(x.dtype))  # [B, T, F]
+        return self.fc2(y).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        return split_features_over_mesh(["fc1"], ["fc2"])
 
 
-class JinaV3Layer(EncoderLayer):
-    """A layer with norms after the residual sums."""
+class JinaV3Layer(Module):
+    """Attention, then the MLP, each with a LayerNorm after the sum."""
 
-    names = ("mixer", "norm1", "mlp", "norm2")
+    def __init__(self, config: JinaV3Config, dtypes: Dtypes):
+        super().__init__()
+        E, eps = config.hidden_size, config.layer_norm_eps
+        self.mixer = JinaV3Attention(config, dtypes)
+        self.norm1 = layer_norm(E, eps, dtypes)
+        self.mlp = JinaV3MLP(config, dtypes)
+        self.norm2 = layer_norm(E, eps, dtypes)
 
-    def __init__(self, config: JinaV3Config, types: Types):
-        attention = JinaV3Attention(config, types, rope="global")
-        super().__init__(config, types, attention, JinaV3MLP(config, types))
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        x = add_norm(self.norm1, x, self.mixer(x, mask, angles))
+        return add_norm(self.norm2, x, self.mlp(x))
 
 
-class JinaV3Model(NormedEncoder):
+class JinaV3Encoder(Module):
+    """The layers."""
+
+    def __init__(self, config: JinaV3Config, dtypes: Dtypes):
+        super().__init__()
+        self.layers: Any = LayerList(
+            JinaV3Layer(config, dtypes) for _ in range(config.num_hidden_layers)
+        )
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        return run_encoder(self.layers, x, mask, angles)
+
+
+class JinaV3Model(Encoder):
     """Jina's embeddings v3.
 
     Example:
@@ -97,13 +212,59 @@ class JinaV3Model(NormedEncoder):
     """
 
     takes_types: ClassVar[bool] = False
-    head_class: ClassVar[Any] = ClassificationHead
-    layer_class: ClassVar[Any] = JinaV3Layer
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+        head: bool = False,
+    ):
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        super().__init__(config, dtypes)
+        self.embeddings = JinaV3Embeddings(config, dtypes)
+        self.emb_ln = layer_norm(config.hidden_size, config.layer_norm_eps, dtypes)
+        self.encoder = JinaV3Encoder(config, dtypes)
+        self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
+        classifier = ClassificationHead(config.hidden_size, config.num_labels, dtypes)
+        self.classifier = classifier if head else None
+
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        x = self.embeddings(ids, types)
+        x = self.emb_ln(x).astype(x.dtype)
+        config = self.config
+        angles = encoder_angles(config.rope_parameters, positions, mask, config.head_dim)
+        return self.encoder(x, mask, angles)
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
+        return self.classifier(pooled)
 
 
 class JinaV3ForSequenceClassification(JinaV3Model):
     """Jina's encoder with a classification head."""
 
+
+JINA_V3_GGUF = GGUFTable(
+    "jina-bert-v3",
+    {
+        **ENCODER_NAMES, "token_embd_norm": "emb_ln", ".attn_qkv": "mixer.Wqkv",
+        ".attn_output": "mixer.out_proj", ".attn_output_norm": "norm1", ".ffn_gate": None,
+        ".ffn_up": "mlp.fc1", ".ffn_down": "mlp.fc2", ".layer_output_norm": "norm2",
+    },
+    fixed={"hidden_act": "gelu"},
+    read=lambda given, tensors, config: {
+        "type_vocab_size": rows_of("token_types.weight", tensors, given.path)
+    },
+    write=lambda config: {"attention.causal": False},
+    biases=ENCODER_BIASES,
+    epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+    layer="encoder.layers.*.",
+    written=("attention.causal", "pooling_type"),
+)  # fmt: skip
 
 JINA_V3 = JinaV3Model.family = Family.of(
     JinaV3Model,

@@ -1,9 +1,19 @@
 """ModernBERT: an encoder with RoPE, a gated MLP, norms before attention and MLP, and windows in most layers.
 
-The first layer has no norm before its attention, because the embeddings are already normalised. Attributes
-are named as in Hugging Face's checkpoints.
+::
+
+    x = norm(tok_embeddings[ids])
+    in each layer:
+        q, k, v = split(attn.Wqkv(attn_norm(x)))                the first layer has no attn_norm
+        x = x + attn.Wo(softmax(rope(q) rope(k)ᵀ / √D) v)        for each head; in most layers over a window
+        gate, up = split(mlp.Wi(mlp_norm(x)))
+        x = x + mlp.Wo(gelu(gate) · up)
+    x = final_norm(x)
+    scores = classifier(head.norm(gelu(head.dense(pooled))))
 
 Source: arXiv:2412.13663.
+
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features.
 """
 
 from __future__ import annotations
@@ -13,29 +23,45 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 
-from ..graph.device import DeviceRef
-from ..nn.activation import ACTIVATIONS
+from ..dtype import DType
+from ..nn.activation import ACTIVATIONS, activation
+from ..nn.attention.both_ways import both_ways
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from .encoder.attention import EncoderAttention, TokenInputs, Types
-from .encoder.block import EncoderMLP
-from .encoder.model import Encoder, in_turn, with_head
+from ..nn.linear import Linear
 from .family import Family
-from .gguf.architectures.modernbert import MODERNBERT_GGUF
+from .gguf.config.read import Config, Shapes
+from .gguf.metadata import Settings, unsupported
+from .gguf.table import ENCODER_NAMES, GGUFTable
 from .names import Drop, Names, Prefix
 from .parts import (
     FULL,
     SLIDING,
+    Angles,
+    Dtypes,
+    Encoder,
     EncoderConfig,
+    Pooler,
     Rope,
-    alias,
     config_field,
     constant,
+    encoder_angles,
     layer_count,
     layer_kinds,
+    layer_norm,
     layers,
+    merge_heads,
+    rope,
+    run_encoder,
     size,
+    split_features_over_mesh,
+    split_fused_features_over_mesh,
+    split_fused_heads_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_head,
 )
 from .parts.rotary import object_of, rope_of
 from .unread import ReadTracker
@@ -76,8 +102,6 @@ class ModernBertConfig(EncoderConfig):
     classifier_bias: bool = False
     classifier_activation: str = "gelu"
     num_labels: int = constant(2)  # of "id2label"
-
-    hidden_act, layer_norm_eps = alias("hidden_activation"), alias("norm_eps")
 
     def _fill_in(self) -> None:
         if not self.layer_types:
@@ -137,70 +161,98 @@ def all_but_every_nth(layers: int, n: int) -> tuple[str, ...]:
     return tuple(SLIDING if i % n else FULL for i in range(layers))
 
 
-class ModernBertAttention(EncoderAttention):
-    """Self-attention with one projection of queries, keys and values."""
-
-    names: ClassVar[tuple[str, ...]] = ("Wqkv", "Wo")
-
-
-class ModernBertMLP(EncoderMLP):
-    """A gated MLP with one projection of both halves."""
-
-    names: ClassVar[tuple[str, ...]] = ("Wi", "Wo")
-    halves: ClassVar[str] = "gate up"
-
-
 class ModernBertEmbeddings(Module):
     """The embeddings of tokens, normalised."""
 
-    def __init__(self, config: ModernBertConfig, types: Types):
+    def __init__(self, config: ModernBertConfig, dtypes: Dtypes):
         super().__init__()
-        self.tok_embeddings = Embedding(
-            config.vocab_size, config.hidden_size, types.dtype, DeviceRef.CPU()
-        )
-        self.norm = types.norm(config, config.norm_bias)
+        E = config.hidden_size
+        self.tok_embeddings = Embedding(config.vocab_size, E, dtypes.dtype)
+        self.norm = layer_norm(E, config.norm_eps, dtypes, config.norm_bias)
 
-    def __call__(self, input_ids: Any) -> jax.Array:
-        x = self.tok_embeddings(input_ids)
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.tok_embeddings(ids)  # [B, T, E]
         return self.norm(x).astype(x.dtype)
 
 
-class ModernBertLayer(Module):
-    """``h = x + attn(norm(x))``, then ``h + mlp(norm(h))``; the first layer's attention has no norm."""
+class ModernBertAttention(Module):
+    """Self-attention with rotary positions, to all tokens or to those in a window around each token."""
 
-    def __init__(self, config: ModernBertConfig, number: int, types: Types):
+    def __init__(self, config: ModernBertConfig, layer: int, dtypes: Dtypes):
         super().__init__()
-        bias = config.norm_bias
-        window = config.local_attention // 2 if config.layer_types[number] == SLIDING else None
-        self.attn_norm = types.norm(config, bias) if number else None
-        self.attn = ModernBertAttention(
-            config,
-            types,
-            has_bias=config.attention_bias,
-            window=window,
-            rope="global" if window is None else "local",
-        )
-        self.mlp_norm = types.norm(config, bias)
-        self.mlp = ModernBertMLP(config, types, has_bias=config.mlp_bias)
+        E, bias, self.kind = config.hidden_size, config.attention_bias, config.layer_types[layer]
+        self.radius = config.local_attention // 2 if self.kind == SLIDING else None
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.softmax_dtype = dtypes.reduce
+        self.Wqkv = Linear(E, 3 * E, dtypes.dtype, has_bias=bias)
+        self.Wo = Linear(E, E, dtypes.dtype, has_bias=bias)
 
-    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
-        """Hidden states ``[B, T, E]`` → the same shape."""
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, angles: dict[str, Angles]
+    ) -> jax.Array:
+        qkv = jnp.split(self.Wqkv(x).astype(x.dtype), 3, axis=-1)  # 3 × [B, T, E]
+        q, k, v = (split_heads(a, self.head_dim) for a in qkv)  # [B, T, H, D]
+        q, k = rope(q, angles[self.kind]), rope(k, angles[self.kind])
+        y = both_ways(q, k, v, mask, self.radius, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        return self.Wo(merge_heads(y)).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = split_fused_heads_over_mesh("Wqkv", self.heads, self.head_dim)
+        return outputs | split_heads_over_mesh({}, {"Wo": self.heads}, self.head_dim)
+
+
+class ModernBertMLP(Module):
+    """The gated MLP, with one linear layer for both inputs of the product."""
+
+    def __init__(self, config: ModernBertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.act, self.features = config.hidden_activation, F
+        self.Wi = Linear(E, 2 * F, dtypes.dtype, has_bias=bias)
+        self.Wo = Linear(F, E, dtypes.dtype, has_bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.Wi(x).astype(x.dtype), 2, axis=-1)  # [B, T, F]
+        return self.Wo(activation(self.act)(gate) * up).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        outputs = split_fused_features_over_mesh("Wi", self.features)
+        return outputs | split_features_over_mesh([], ["Wo"])
+
+
+class ModernBertLayer(Module):
+    """Attention, then the MLP, each with a norm before it; the first layer's input is already normalised."""
+
+    def __init__(self, config: ModernBertConfig, layer: int, dtypes: Dtypes):
+        super().__init__()
+        E, eps, bias = config.hidden_size, config.norm_eps, config.norm_bias
+        self.attn_norm = layer_norm(E, eps, dtypes, bias) if layer else None
+        self.attn = ModernBertAttention(config, layer, dtypes)
+        self.mlp_norm = layer_norm(E, eps, dtypes, bias)
+        self.mlp = ModernBertMLP(config, dtypes)
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, angles: dict[str, Angles]
+    ) -> jax.Array:
         y = x if self.attn_norm is None else self.attn_norm(x).astype(x.dtype)
-        x = x + self.attn(y, tokens)
+        x = x + self.attn(y, mask, angles)
         return x + self.mlp(self.mlp_norm(x).astype(x.dtype))
 
 
 class ModernBertHead(Module):
     """A linear layer, an activation function and a norm, before the linear layer of the scores."""
 
-    def __init__(self, config: ModernBertConfig, types: Types):
+    def __init__(self, config: ModernBertConfig, dtypes: Dtypes):
         super().__init__()
-        self.activation = config.classifier_activation
-        self.dense = types.linear(config.hidden_size, config.hidden_size, config.classifier_bias)
-        self.norm = types.norm(config, config.norm_bias)
+        E = config.hidden_size
+        self.act = config.classifier_activation
+        self.dense = Linear(E, E, dtypes.dtype, has_bias=config.classifier_bias)
+        self.norm = layer_norm(E, config.norm_eps, dtypes, config.norm_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(ACTIVATIONS[self.activation](self.dense(x))).astype(x.dtype)
+        return self.norm(activation(self.act)(self.dense(x))).astype(x.dtype)
 
 
 class ModernBertModel(Encoder):
@@ -214,27 +266,42 @@ class ModernBertModel(Encoder):
 
     takes_types: ClassVar[bool] = False
 
-    def make(self, config: ModernBertConfig, types: Types) -> None:
-        """Makes embeddings, layers and the last norm."""
-        self.embeddings = ModernBertEmbeddings(config, types)
-        layers = range(config.num_hidden_layers)
-        self.layers: Any = LayerList(ModernBertLayer(config, i, types) for i in layers)
-        self.final_norm = types.norm(config, config.norm_bias)
-
-    def make_head(self, config: ModernBertConfig, types: Types) -> None:
-        """Makes ``head`` and ``classifier``."""
-        self.head = ModernBertHead(config, types)
-        super().make_head(config, types)
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+        head: bool = False,
+    ):
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        super().__init__(config, dtypes)
+        E, eps, bias = config.hidden_size, config.norm_eps, config.norm_bias
+        self.embeddings = ModernBertEmbeddings(config, dtypes)
+        self.layers: Any = LayerList(
+            ModernBertLayer(config, layer, dtypes) for layer in range(config.num_hidden_layers)
+        )
+        self.final_norm = layer_norm(E, eps, dtypes, bias)
+        self.pooler = Pooler(E, dtypes) if pooler else None
+        if head:
+            self.head = ModernBertHead(config, dtypes)
+            self.classifier = Linear(E, config.num_labels, dtypes.dtype, has_bias=True)
 
     @property
     def head_pooling(self) -> str:  # type: ignore[override]
         """The pooling of the state that the head takes: ``classifier_pooling``, "cls" or "mean"."""
         return self.config.classifier_pooling
 
-    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last norm."""
-        x = self.embeddings(input_ids)
-        x = in_turn(self.layers, x, TokenInputs(mask, self.rotations(positions, mask)))
+        config = self.config
+        ropes = {FULL: config.rope_parameters, SLIDING: config.local_rope_parameters}
+        angles = {
+            kind: encoder_angles(one, positions, mask, config.head_dim)
+            for kind, one in ropes.items()
+        }
+        x = run_encoder(self.layers, self.embeddings(ids), mask, angles)  # [B, T, E]
         return self.final_norm(x).astype(x.dtype)
 
     def scores(self, pooled: jax.Array) -> jax.Array:
@@ -245,6 +312,54 @@ class ModernBertModel(Encoder):
 class ModernBertForSequenceClassification(ModernBertModel):
     """A ModernBERT with a classification head: a reranker, for example."""
 
+
+def _read_gguf(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """The settings in a GGUF file that only this architecture has."""
+    if given.any("attention.sliding_window_pattern", 3) != 3:
+        raise given.unsupported(f"'{given.prefix}attention.sliding_window_pattern' other than 3")
+    return {
+        "hidden_activation": given.text("hidden_act", "gelu"),
+        "local_attention": given.count("attention.sliding_window", 128),
+        "global_rope_theta": config["rope_theta"],
+        "local_rope_theta": given.number("rope.freq_base_swa", 10_000.0),
+        "norm_bias": "output_norm.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "attention_bias": "blk.0.attn_qkv.bias" in tensors,
+    }
+
+
+def _write_gguf(config: Any) -> dict[str, Any]:
+    """The metadata of a GGUF file that only this architecture has."""
+    if any((kind == "full_attention") != (i % 3 == 0) for i, kind in enumerate(config.layer_types)):
+        raise unsupported("a ModernBERT whose windows are not in all layers but every third")
+    if (
+        config.local_rope_parameters.scaling is not None
+        or config.rope_parameters.scaling is not None
+    ):
+        raise unsupported("a ModernBERT with 'rope_scaling' in a GGUF file")
+    return {
+        "attention.sliding_window": config.local_attention, "attention.causal": False,
+        "rope.freq_base_swa": config.local_rope_parameters.theta,
+    }  # fmt: skip
+
+
+MODERNBERT_GGUF = GGUFTable(
+    "modern-bert",
+    {
+        **ENCODER_NAMES, "token_embd": "embeddings.tok_embeddings", "token_types": None,
+        "token_embd_norm": "embeddings.norm", "output_norm": "final_norm", ".attn_norm": "attn_norm",
+        ".attn_qkv": "attn.Wqkv", ".attn_output": "attn.Wo", ".ffn_norm": "mlp_norm",
+        ".ffn_gate": None, ".ffn_up": "mlp.Wi", ".ffn_down": "mlp.Wo",
+    },
+    read=_read_gguf,
+    write=_write_gguf,
+    biases=(),
+    epsilon=("attention.layer_norm_epsilon", "norm_eps"),
+    layer="layers.*.",
+    written=(
+        "attention.causal", "pooling_type", "attention.sliding_window", "rope.freq_base_swa"
+    ),
+)  # fmt: skip
 
 MODERNBERT = ModernBertModel.family = Family.of(
     ModernBertModel,

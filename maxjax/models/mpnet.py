@@ -1,6 +1,16 @@
 """MPNet: BERT's layers with RoBERTa's positions, and a bias of scores that depends on the distance of two tokens.
 
-Attributes are named as in Hugging Face's checkpoints. Source: arXiv:2004.09297.
+::
+
+    x = LayerNorm(word_embeddings[ids] + position_embeddings[positions])
+    bias = relative_attention_bias[bucket of the distance of two tokens]
+    in each layer:
+        x = LayerNorm(x + o(softmax(q(x) k(x)ᵀ / √D + bias) v(x)))    for each head, over all tokens
+        x = LayerNorm(x + output(gelu(intermediate(x))))
+
+Source: arXiv:2004.09297.
+
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features.
 """
 
 from __future__ import annotations
@@ -13,18 +23,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..graph.device import DeviceRef
-from ..graph.placement.strategy import ShardingStrategy
+from ..dtype import DType
+from ..nn.activation import activation
+from ..nn.attention.both_ways import both_ways
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from .bert import BertLayer
-from .encoder.attention import EncoderAttention, TokenInputs, Types
-from .encoder.block import EncoderEmbeddings, plus
-from .encoder.model import ClassificationHead, Encoder, in_turn, with_head
+from ..nn.linear import Linear, linears
 from .family import Family
 from .names import Drop, Names, Prefix
-from .parts import EncoderConfig, constant, layers, refuse, size
-from .roberta import places_after
+from .parts import (
+    ClassificationHead,
+    Dtypes,
+    Encoder,
+    EncoderConfig,
+    Pooler,
+    add_embeddings,
+    add_norm,
+    constant,
+    layer_norm,
+    layers,
+    merge_heads,
+    positions_past_padding,
+    refuse,
+    replicate_over_mesh,
+    run_encoder,
+    size,
+    split_features_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_head,
+)
 
 # transformers fixes these three numbers, whatever the configuration says.
 _PADDING, _BUCKETS, _FARTHEST = 1, 32, 128
@@ -58,60 +86,11 @@ class MPNetConfig(EncoderConfig):
         return self.max_position_embeddings - _PADDING - 1
 
 
-class MPNetSelfAttention(EncoderAttention):
-    """Self-attention."""
-
-    names: ClassVar[tuple[str, ...]] = ("q", "k", "v", "o")
-
-
-class MPNetAttention(Module):
-    """The first half of a layer: self-attention, the residual sum, and its norm."""
-
-    def __init__(self, config: MPNetConfig, types: Types):
-        super().__init__()
-        self.attn = MPNetSelfAttention(config, types)
-        self.LayerNorm = types.norm(config)
-
-    def __call__(self, x: jax.Array, tokens: TokenInputs) -> jax.Array:
-        return plus(self.LayerNorm, x, self.attn(x, tokens))
-
-
-class MPNetLayer(BertLayer):
-    """MPNet's attention, then BERT's MLP."""
-
-    attention_class: ClassVar[Any] = MPNetAttention
-
-
-class MPNetEncoder(Module):
-    """The layers, and the table of biases that they share: one row for each class of distances."""
-
-    def __init__(self, config: MPNetConfig, types: Types):
-        super().__init__()
-        self.layer: Any = LayerList(
-            MPNetLayer(config, types) for _ in range(config.num_hidden_layers)
-        )
-        self.relative_attention_bias = Embedding(
-            config.relative_attention_num_buckets,
-            config.num_attention_heads,
-            types.dtype,
-            DeviceRef.CPU(),
-        )
-
-    def sharding_rules(self) -> dict[str, Any]:
-        """Replicates the small table."""
-        return {"relative_attention_bias.weight": ShardingStrategy.replicate(1)}
-
-    def __call__(self, x: jax.Array, mask: Any) -> jax.Array:
-        places = np.arange(x.shape[1])
-        found = self.relative_attention_bias(jnp.asarray(buckets(places[None] - places[:, None])))
-        return in_turn(self.layer, x, TokenInputs(mask, {}, jnp.transpose(found, (2, 0, 1))[None]))
-
-
-def buckets(distances: np.ndarray) -> np.ndarray:
+def distance_buckets(distances: np.ndarray) -> np.ndarray:
     """The class of each distance between a query and a key; each small distance has a class of its own.
 
     Example:
-        >>> buckets(np.array([0, 1, -1, 7, 8, -200])).tolist()
+        >>> distance_buckets(np.array([0, 1, -1, 7, 8, -200])).tolist()
         [0, 17, 1, 23, 24, 15]
     """
     half, exact = _BUCKETS // 2, _BUCKETS // 4
@@ -124,6 +103,130 @@ def buckets(distances: np.ndarray) -> np.ndarray:
     return found.astype(np.int32)
 
 
+class MPNetEmbeddings(Module):
+    """The normalised sum of the embeddings of tokens and positions."""
+
+    def __init__(self, config: MPNetConfig, dtypes: Dtypes):
+        super().__init__()
+        E, dtype = config.hidden_size, dtypes.dtype
+        self.reduce_dtype = dtypes.reduce
+        self.word_embeddings = Embedding(config.vocab_size, E, dtype)
+        self.position_embeddings = Embedding(config.max_position_embeddings, E, dtype)
+        self.LayerNorm = layer_norm(E, config.layer_norm_eps, dtypes)
+
+    def __call__(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.word_embeddings(ids)  # [B, T, E]
+        total = add_embeddings(self.reduce_dtype, x, self.position_embeddings(positions))
+        return self.LayerNorm(total).astype(x.dtype)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small table; the table of tokens has its own rule."""
+        return replicate_over_mesh("position_embeddings")
+
+
+class MPNetSelfAttention(Module):
+    """Self-attention with a bias of the scores."""
+
+    def __init__(self, config: MPNetConfig, dtypes: Dtypes):
+        super().__init__()
+        E, dtype = config.hidden_size, dtypes.dtype
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.softmax_dtype = dtypes.reduce
+        self.q = Linear(E, E, dtype, has_bias=True)
+        self.k = Linear(E, E, dtype, has_bias=True)
+        self.v = Linear(E, E, dtype, has_bias=True)
+        self.o = Linear(E, E, dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, bias: jax.Array) -> jax.Array:
+        q, k, v = linears([self.q, self.k, self.v], x)  # [B, T, E]
+        q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        y = both_ways(q, k, v, mask, bias=bias, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        return self.o(merge_heads(y)).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = dict.fromkeys(["q", "k", "v"], self.heads)
+        return split_heads_over_mesh(outputs, {"o": self.heads}, self.head_dim)
+
+
+class MPNetAttention(Module):
+    """The first half of a layer: self-attention, the sum, and its norm."""
+
+    def __init__(self, config: MPNetConfig, dtypes: Dtypes):
+        super().__init__()
+        self.attn = MPNetSelfAttention(config, dtypes)
+        self.LayerNorm = layer_norm(config.hidden_size, config.layer_norm_eps, dtypes)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, bias: jax.Array) -> jax.Array:
+        return add_norm(self.LayerNorm, x, self.attn(x, mask, bias))
+
+
+class MPNetIntermediate(Module):
+    """The first linear layer of the MLP, with its activation."""
+
+    def __init__(self, config: MPNetConfig, dtypes: Dtypes):
+        super().__init__()
+        E, F = config.hidden_size, config.intermediate_size
+        self.act = config.hidden_act
+        self.dense = Linear(E, F, dtypes.dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return activation(self.act)(self.dense(x).astype(x.dtype))  # [B, T, F]
+
+
+class MPNetOutput(Module):
+    """The last linear layer of the MLP, the sum, and its norm."""
+
+    def __init__(self, config: MPNetConfig, dtypes: Dtypes):
+        super().__init__()
+        E, F = config.hidden_size, config.intermediate_size
+        self.dense = Linear(F, E, dtypes.dtype, has_bias=True)
+        self.LayerNorm = layer_norm(E, config.layer_norm_eps, dtypes)
+
+    def __call__(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        return add_norm(self.LayerNorm, x, self.dense(y))
+
+
+class MPNetLayer(Module):
+    """Attention, then the MLP, each with a LayerNorm after the sum."""
+
+    def __init__(self, config: MPNetConfig, dtypes: Dtypes):
+        super().__init__()
+        self.attention = MPNetAttention(config, dtypes)
+        self.intermediate = MPNetIntermediate(config, dtypes)
+        self.output = MPNetOutput(config, dtypes)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, bias: jax.Array) -> jax.Array:
+        x = self.attention(x, mask, bias)
+        return self.output(self.intermediate(x), x)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features of the MLP."""
+        return split_features_over_mesh(["intermediate.dense"], ["output.dense"])
+
+
+class MPNetEncoder(Module):
+    """The layers, and the table of biases that they share: one row for each class of distances."""
+
+    def __init__(self, config: MPNetConfig, dtypes: Dtypes):
+        super().__init__()
+        self.layer: Any = LayerList(
+            MPNetLayer(config, dtypes) for _ in range(config.num_hidden_layers)
+        )
+        rows, heads = config.relative_attention_num_buckets, config.num_attention_heads
+        self.relative_attention_bias = Embedding(rows, heads, dtypes.dtype)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        at = np.arange(x.shape[1])
+        classes = jnp.asarray(distance_buckets(at[None] - at[:, None]))  # [T, T]
+        bias = jnp.transpose(self.relative_attention_bias(classes), (2, 0, 1))[None]  # [1, H, T, T]
+        return run_encoder(self.layer, x, mask, bias)
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small table."""
+        return replicate_over_mesh("relative_attention_bias")
+
+
 class MPNetModel(Encoder):
     """An MPNet without a head.
 
@@ -133,20 +236,35 @@ class MPNetModel(Encoder):
     """
 
     takes_types: ClassVar[bool] = False
-    head_class: ClassVar[Any] = ClassificationHead
 
-    def make(self, config: MPNetConfig, types: Types) -> None:
-        """Makes embeddings and layers."""
-        self.embeddings = EncoderEmbeddings(config, types, positions=config.max_position_embeddings)
-        self.encoder = MPNetEncoder(config, types)
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+        head: bool = False,
+    ):
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        super().__init__(config, dtypes)
+        self.embeddings = MPNetEmbeddings(config, dtypes)
+        self.encoder = MPNetEncoder(config, dtypes)
+        self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
+        classifier = ClassificationHead(config.hidden_size, config.num_labels, dtypes)
+        self.classifier = classifier if head else None
 
-    def places(self, input_ids: jax.Array, places: jax.Array) -> jax.Array:
-        """:meth:`Encoder.places`, as in RoBERTa."""
-        return places_after(input_ids, places, _PADDING)
+    def position_ids(self, ids: jax.Array, indices: jax.Array) -> jax.Array:
+        """The positions of tokens, as in RoBERTa: they count only real tokens."""
+        return positions_past_padding(ids, indices, _PADDING)
 
-    def states(self, input_ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
-        return self.encoder(self.embeddings(input_ids, types, positions), mask)
+        return self.encoder(self.embeddings(ids, positions), mask)
+
+    def scores(self, pooled: jax.Array) -> jax.Array:
+        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
+        return self.classifier(pooled)
 
 
 class MPNetForSequenceClassification(MPNetModel):

@@ -1,7 +1,17 @@
 """Nomic's BERT: BERT's layers with RoPE and a gated MLP, and without most biases.
 
-Attributes are named as in its published files. Their ``config.json`` has the keys of GPT-2; newer files have the
-usual ones. Source: arXiv:2402.01613, and modeling_hf_nomic_bert.py beside the files.
+::
+
+    x = emb_ln(word_embeddings[ids] + token_type_embeddings[types])
+    in each layer:
+        q, k, v = split(Wqkv(x))
+        x = norm1(x + out_proj(softmax(rope(q) rope(k)ᵀ / √D) v))    for each head, over all tokens
+        x = norm2(x + fc2(silu(fc12(x)) · fc11(x)))
+
+The published files' ``config.json`` has the keys of GPT-2; newer files have the usual ones. Source:
+arXiv:2402.01613, and modeling_hf_nomic_bert.py beside the files.
+
+Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner features.
 """
 
 from __future__ import annotations
@@ -9,15 +19,48 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from .encoder.attention import EncoderAttention, Types
-from .encoder.block import EncoderLayer, EncoderMLP
-from .encoder.model import NormedEncoder, with_head
+import jax
+import jax.numpy as jnp
+
+from ..dtype import DType
+from ..nn.activation import activation
+from ..nn.attention.both_ways import both_ways
+from ..nn.embedding import Embedding
+from ..nn.layer import LayerList, Module
+from ..nn.linear import Linear, linears
 from .family import Family
-from .gguf.architectures.nomic import NOMIC_BERT_GGUF
+from .gguf.config.read import Config, Shapes, rows_of
+from .gguf.metadata import Settings
+from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
 from .names import ROPE_TABLES, Drop, Names, Prefix
-from .parts import EncoderConfig, Rope, config_field, constant, layers, refuse, size
+from .parts import (
+    Angles,
+    Dtypes,
+    Encoder,
+    EncoderConfig,
+    Pooler,
+    Rope,
+    add_embeddings,
+    add_norm,
+    config_field,
+    constant,
+    encoder_angles,
+    layer_norm,
+    layers,
+    merge_heads,
+    refuse,
+    replicate_over_mesh,
+    rope,
+    run_encoder,
+    size,
+    split_features_over_mesh,
+    split_fused_heads_over_mesh,
+    split_heads,
+    split_heads_over_mesh,
+    with_head,
+)
 from .parts.rotary import read_rope
 from .unread import ReadTracker
 
@@ -94,32 +137,103 @@ def _rope(raw: Mapping[str, Any], context: int) -> Rope:
     return read_rope(given, context, 1000.0)
 
 
-class NomicBertAttention(EncoderAttention):
-    """Self-attention with one projection of queries, keys and values."""
+class NomicBertEmbeddings(Module):
+    """The sum of the embeddings of tokens and, where there are any, token types."""
 
-    names: ClassVar[tuple[str, ...]] = ("Wqkv", "out_proj")
+    def __init__(self, config: NomicBertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, types = config.hidden_size, config.type_vocab_size
+        self.reduce_dtype = dtypes.reduce
+        self.word_embeddings = Embedding(config.vocab_size, E, dtypes.dtype)
+        self.token_type_embeddings = Embedding(types, E, dtypes.dtype) if types else None
+
+    def __call__(self, ids: jax.Array, types: jax.Array) -> jax.Array:
+        x = self.word_embeddings(ids)  # [B, T, E]
+        if self.token_type_embeddings is None:
+            return x
+        return add_embeddings(self.reduce_dtype, x, self.token_type_embeddings(types)).astype(
+            x.dtype
+        )
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the small table; the table of tokens has its own rule."""
+        return replicate_over_mesh("token_type_embeddings")
 
 
-class NomicBertMLP(EncoderMLP):
+class NomicBertAttention(Module):
+    """Self-attention with rotary positions, and one linear layer for queries, keys and values."""
+
+    def __init__(self, config: NomicBertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, dtype = config.hidden_size, dtypes.dtype
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.softmax_dtype = dtypes.reduce
+        self.Wqkv = Linear(E, 3 * E, dtype, has_bias=config.qkv_proj_bias)
+        self.out_proj = Linear(E, E, dtype, has_bias=config.qkv_proj_bias)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        qkv = jnp.split(self.Wqkv(x).astype(x.dtype), 3, axis=-1)  # 3 × [B, T, E]
+        q, k, v = (split_heads(a, self.head_dim) for a in qkv)  # [B, T, H, D]
+        q, k = rope(q, angles), rope(k, angles)
+        y = both_ways(q, k, v, mask, softmax_dtype=self.softmax_dtype)  # [B, T, H, D]
+        return self.out_proj(merge_heads(y)).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the linear layers between heads."""
+        outputs = split_fused_heads_over_mesh("Wqkv", self.heads, self.head_dim)
+        return outputs | split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim)
+
+
+class NomicBertMLP(Module):
     """The gated MLP."""
 
-    names: ClassVar[tuple[str, ...]] = ("fc12", "fc11", "fc2")
+    def __init__(self, config: NomicBertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, F, dtype = config.hidden_size, config.intermediate_size, dtypes.dtype
+        self.act = config.hidden_act
+        self.fc12 = Linear(E, F, dtype, has_bias=config.mlp_fc1_bias)
+        self.fc11 = Linear(E, F, dtype, has_bias=config.mlp_fc1_bias)
+        self.fc2 = Linear(F, E, dtype, has_bias=config.mlp_fc2_bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = (y.astype(x.dtype) for y in linears([self.fc12, self.fc11], x))  # [B, T, F]
+        return self.fc2(activation(self.act)(gate) * up).astype(x.dtype)  # [B, T, E]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Splits the inner features."""
+        return split_features_over_mesh(["fc12", "fc11"], ["fc2"])
 
 
-class NomicBertLayer(EncoderLayer):
-    """A layer with norms after the residual sums."""
+class NomicBertLayer(Module):
+    """Attention, then the MLP, each with a LayerNorm after the sum."""
 
-    names = ("attn", "norm1", "mlp", "norm2")
+    def __init__(self, config: NomicBertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, eps = config.hidden_size, config.layer_norm_eps
+        self.attn = NomicBertAttention(config, dtypes)
+        self.norm1 = layer_norm(E, eps, dtypes)
+        self.mlp = NomicBertMLP(config, dtypes)
+        self.norm2 = layer_norm(E, eps, dtypes)
 
-    def __init__(self, config: NomicBertConfig, types: Types):
-        attention = NomicBertAttention(config, types, has_bias=config.qkv_proj_bias, rope="global")
-        mlp = NomicBertMLP(
-            config, types, has_bias=config.mlp_fc1_bias, down_bias=config.mlp_fc2_bias
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        x = add_norm(self.norm1, x, self.attn(x, mask, angles))
+        return add_norm(self.norm2, x, self.mlp(x))
+
+
+class NomicBertEncoder(Module):
+    """The layers."""
+
+    def __init__(self, config: NomicBertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.layers: Any = LayerList(
+            NomicBertLayer(config, dtypes) for _ in range(config.num_hidden_layers)
         )
-        super().__init__(config, types, attention, mlp)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, angles: Angles) -> jax.Array:
+        return run_encoder(self.layers, x, mask, angles)
 
 
-class NomicBertModel(NormedEncoder):
+class NomicBertModel(Encoder):
     """A Nomic BERT without a head.
 
     Example:
@@ -128,12 +242,62 @@ class NomicBertModel(NormedEncoder):
         ['encoder.layers.0.attn.Wqkv.weight', 'encoder.layers.0.attn.out_proj.weight']
     """
 
-    layer_class: ClassVar[Any] = NomicBertLayer
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+        head: bool = False,
+    ):
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        super().__init__(config, dtypes)
+        self.embeddings = NomicBertEmbeddings(config, dtypes)
+        self.emb_ln = layer_norm(config.hidden_size, config.layer_norm_eps, dtypes)
+        self.encoder = NomicBertEncoder(config, dtypes)
+        self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
+        classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
+        self.classifier = classifier if head else None
+
+    def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
+        """Hidden states ``[B, T, E]`` after the last layer."""
+        x = self.embeddings(ids, types)
+        x = self.emb_ln(x).astype(x.dtype)
+        config = self.config
+        angles = encoder_angles(config.rope_parameters, positions, mask, config.head_dim)
+        return self.encoder(x, mask, angles)
 
 
 class NomicBertForSequenceClassification(NomicBertModel):
     """A Nomic BERT with a classification head: a reranker, for example."""
 
+
+def _read_gguf(given: Settings, tensors: Shapes, config: Config) -> Config:
+    """The settings in a GGUF file that only this architecture has."""
+    return {
+        "type_vocab_size": rows_of("token_types.weight", tensors, given.path),
+        "qkv_proj_bias": "blk.0.attn_qkv.bias" in tensors,
+        "mlp_fc1_bias": "blk.0.ffn_up.bias" in tensors,
+        "mlp_fc2_bias": "blk.0.ffn_down.bias" in tensors,
+    }
+
+
+NOMIC_BERT_GGUF = GGUFTable(
+    "nomic-bert",
+    {
+        **ENCODER_NAMES, "token_embd_norm": "emb_ln", ".attn_qkv": "attn.Wqkv",
+        ".attn_output": "attn.out_proj", ".attn_output_norm": "norm1", ".ffn_gate": "mlp.fc12",
+        ".ffn_up": "mlp.fc11", ".ffn_down": "mlp.fc2", ".layer_output_norm": "norm2",
+    },
+    fixed={"hidden_act": "silu"},
+    read=_read_gguf,
+    write=lambda config: {"attention.causal": False},
+    biases=ENCODER_BIASES,
+    epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+    layer="encoder.layers.*.",
+    written=("attention.causal", "pooling_type"),
+)  # fmt: skip
 
 NOMIC_BERT = NomicBertModel.family = Family.of(
     NomicBertModel,

@@ -138,21 +138,19 @@ ENTRIES: dict[str, Entry] = {
         "MPNetForMultipleChoice",
     ),
     "mpnet.MPNetForSequenceClassification": Entry("mpnet", "MPNetForSequenceClassification"),
-    "roberta.RobertaModel": Entry(
+    "bert.RobertaModel": Entry(
         "roberta",
         "RobertaModel RobertaForMaskedLM RobertaForTokenClassification "
         "RobertaForMultipleChoice RobertaForQuestionAnswering",
     ),
-    "roberta.RobertaForSequenceClassification": Entry(
-        "roberta", "RobertaForSequenceClassification"
-    ),
+    "bert.RobertaForSequenceClassification": Entry("roberta", "RobertaForSequenceClassification"),
     "jina.JINA_V3_PUBLISHED": Entry("xlm-roberta", "XLMRobertaModel"),
-    "roberta.XLMRobertaModel": Entry(
+    "bert.XLMRobertaModel": Entry(
         "xlm-roberta",
         "XLMRobertaModel XLMRobertaForMaskedLM XLMRobertaForTokenClassification "
         "XLMRobertaForMultipleChoice XLMRobertaForQuestionAnswering",
     ),
-    "roberta.XLMRobertaForSequenceClassification": Entry(
+    "bert.XLMRobertaForSequenceClassification": Entry(
         "xlm-roberta",
         "XLMRobertaForSequenceClassification",
     ),
@@ -223,23 +221,21 @@ ENTRIES: dict[str, Entry] = {
         "modernbert",
         "ModernBertForSequenceClassification",
     ),
-    "camembert.CamembertModel": Entry(
+    "bert.CamembertModel": Entry(
         "camembert",
         "CamembertModel CamembertForMaskedLM CamembertForTokenClassification "
         "CamembertForMultipleChoice CamembertForQuestionAnswering",
     ),
-    "camembert.CamembertForSequenceClassification": Entry(
+    "bert.CamembertForSequenceClassification": Entry(
         "camembert",
         "CamembertForSequenceClassification",
     ),
-    "electra.ElectraModel": Entry(
+    "bert.ElectraModel": Entry(
         "electra",
         "ElectraModel ElectraForPreTraining ElectraForMaskedLM ElectraForTokenClassification "
         "ElectraForQuestionAnswering",
     ),
-    "electra.ElectraForSequenceClassification": Entry(
-        "electra", "ElectraForSequenceClassification"
-    ),
+    "bert.ElectraForSequenceClassification": Entry("electra", "ElectraForSequenceClassification"),
     "albert.AlbertModel": Entry(
         "albert",
         "AlbertModel AlbertForPreTraining AlbertForMaskedLM AlbertForTokenClassification "

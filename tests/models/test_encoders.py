@@ -6,12 +6,10 @@ import pytest
 import safetensors.numpy
 
 import maxjax
-from maxjax.dtype import DType
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.graph.weights import load_weights
 from maxjax.models import build, find_family
-from maxjax.models.deberta_v2 import DebertaV2Config, DebertaV2Pooler
-from maxjax.models.encoder.attention import Types
+from maxjax.models.deberta_v2 import DebertaV2Config, DebertaV2Model
 from maxjax.models.mpnet import MPNetConfig, MPNetModel
 from maxjax.models.pooling import pool
 from maxjax.nn.attention.both_ways import both_ways
@@ -154,7 +152,9 @@ def test_states_scores_and_files(tmp_path, kind, config, settings):
         np.testing.assert_allclose(scores, logits, rtol=1e-4, atol=1e-4)
     # Texts laid end to end in a row see themselves only, and count positions of their own.
     rows, seen, places = packed(ids, mask)
-    beside = call(model, rows, seen, position_ids=model.places(rows, places)).last_hidden_state
+    beside = call(
+        model, rows, seen, position_ids=model.position_ids(rows, places)
+    ).last_hidden_state
     np.testing.assert_allclose(beside[0, : real.sum()], states[real], rtol=1e-4, atol=1e-4)
     maxjax.save_pretrained(model, tmp_path / "b")
     written = safetensors.numpy.load_file(tmp_path / "b" / "model.safetensors")
@@ -312,6 +312,6 @@ def test_the_pooler_of_deberta_has_the_activation_of_its_configuration():
     settings |= {"num_attention_heads": 2, "relative_attention": True, "pos_att_type": "c2p"}
     for name in ("tanh", "gelu"):
         config = DebertaV2Config.from_dict(settings | {"pooler_hidden_act": name})
-        assert DebertaV2Pooler(config, Types(DType.float32, DType.float32)).activation == name
+        assert DebertaV2Model(config, pooler=True).pooler.act == name
     with pytest.raises(CheckpointFormatError, match="pooler_hidden_act"):
         DebertaV2Config.from_dict(settings | {"pooler_hidden_act": "nothing"})
