@@ -57,8 +57,8 @@ class Scored:
 
         Example:
             >>> import jax.numpy as jnp
-            >>> from maxjax.models import Decoder, DecoderConfig
-            >>> model = Decoder(DecoderConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
+            >>> from maxjax.models import Llama, LlamaConfig
+            >>> model = Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2))
             >>> model.make_score(3, model.dtype)
             >>> jax.eval_shape(lambda m, x: m.scores(x), model, jnp.zeros((2, 8))).shape
             (2, 3)
