@@ -31,7 +31,7 @@ def check_bounds(
     Values that are not integers are left to :meth:`ModelConfig.from_dict`, which reports them.
 
     Args:
-        config: class of the configuration, whose fields say what they count (``setting(held=...)``).
+        config: class of the configuration, whose fields say what they count (``config_field(bounded_by=...)``).
         raw: content of the file.
         tensors: logical shape of each tensor (in weights, not bytes), by name.
         path: path of the file, for messages.
