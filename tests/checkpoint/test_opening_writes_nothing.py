@@ -245,7 +245,7 @@ def test_nobody_reads_a_directory_that_only_its_owner_may_write_to(made, tmp_pat
     lines = printed_by_nobody(
         tmp_path,
         "import maxjax, maxjax.lora, jax\nfrom pathlib import Path\n"
-        "from tests.checkpoint.reads import READS\nmaxjax.load('tiny')",
+        "from tests.checkpoint.reads import READS\nmaxjax.load('tiny')\nmaxjax.plan('tiny')",
         f"for how, place in {arguments!r}: print('read:', READS[how](Path(place)))",
     )
     assert len([line for line in lines if line.startswith("read:")]) == len(KINDS)

@@ -167,7 +167,14 @@ def test_attention_both_ways_for_embeddings(tmp_path):
     np.testing.assert_allclose(found[2, :6], found[0, :6], atol=1e-5)
     with pytest.raises(UserInputError, match="'is_causal' is false.*maxjax.embed"):
         model(ids, model.cache(3, 16))
+    settings = MixtralConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    ).to_hf()
     with pytest.raises(
         UnsupportedModelError, match="'is_causal' false is not supported for mixtral"
     ):
-        MixtralConfig.from_dict({"is_causal": False})
+        MixtralConfig.from_dict(settings | {"is_causal": False})
