@@ -1,8 +1,8 @@
 """Figures of the package's layout: `python scripts/house.py [FOLDER]`. Fails if one exceeds its limit.
 
 Counted are files in the longest chain of imports, files that only a sibling imports, class names that are
-defined twice, private members of Weight that other files use, attributes assigned from another file, and
-lines of code.
+defined twice, private members of Weight that other files use, attributes assigned from another file, lines of
+code, and lines of `models/` and `nn/` that run in one call of a language model with a cache.
 Facades (an `__init__` that re-exports names) and imports under `TYPE_CHECKING` do not count. An import through
 a facade counts as an import of the file that defines the name.
 """
@@ -10,10 +10,11 @@ a facade counts as an import of the file that defines the name.
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -118,6 +119,74 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
+MODELS = {  # model -> the most lines that one call may run, and settings of its configuration
+    "Llama": (900, {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "DeepseekV3": (
+        1300,
+        {
+            "intermediate_size": 32,
+            "moe_intermediate_size": 16,
+            "num_attention_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "Mamba2": (1300, {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
+}
+
+
+def executed_lines(root: Path, name: str, settings: Mapping[str, int]) -> Counter[str]:
+    """File -> how many of its lines run while ``model(ids, cache)`` is traced, without ``nn/layer``.
+
+    Lines of modules and classes, which run when a file is imported, do not count.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from maxjax import models
+
+    def made(width: int) -> tuple:
+        config = {"vocab_size": 64, "hidden_size": width, "num_hidden_layers": 2, **settings}
+        model = getattr(models, name)(getattr(models, f"{name}Config")(**config))
+        return model, jnp.zeros((1, 4), int), model.cache(1, 8)
+
+    def call(arguments: tuple) -> None:
+        jax.eval_shape(lambda model, ids, cache: model(ids, cache), *arguments)
+
+    seen: set[tuple[str, int]] = set()
+    places = tuple(f"{root / package}/" for package in ("models", "nn"))
+
+    def local(frame, event, _):
+        if event == "line":
+            seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return local
+
+    def entered(frame, event, _):
+        code = frame.f_code
+        in_function = code.co_flags & inspect.CO_OPTIMIZED
+        file = code.co_filename
+        if in_function and file.startswith(places) and "/nn/layer/" not in file:
+            return local
+        return None
+
+    call(made(32))  # imports what the second call, of other shapes, needs
+    arguments = made(64)
+    sys.settrace(entered)
+    try:
+        call(arguments)
+    finally:
+        sys.settrace(None)
+    return Counter(file.removeprefix(f"{root}/") for file, _ in seen)
+
+
 def figures(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
     """For each figure of the package at `root`: value, limit, meaning, and the files or names counted."""
     house = House(root)
@@ -131,6 +200,11 @@ def figures(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
     yield len(uses), 0, "uses of private members of Weight elsewhere", ", ".join(uses)
     found = slots(house)
     yield len(found), 0, "attributes assigned from another file", ", ".join(found)
+    if root == ROOT / "maxjax":  # the package that this process imports
+        for name, (limit, settings) in MODELS.items():
+            files = executed_lines(root, name, settings)
+            by_file = ", ".join(f"{file} {count}" for file, count in files.most_common())
+            yield files.total(), limit, f"lines that {name}'s model(ids, cache) runs", by_file
     lines = sum(code_lines(root / file) for file in house.files)
     yield lines, None, f"lines of code in {len(house.files)} files", ""
 
