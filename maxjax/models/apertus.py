@@ -269,7 +269,7 @@ APERTUS_GGUF = GGUFTable(
         **HEAD_NORMS,
         ".ffn_gate": None,
     },
-    fixed={"hidden_act": "xielu"},
+    constants={"hidden_act": "xielu"},
     read=_read,
     biases=("attn_q", "attn_k", "attn_v", "attn_output"),
     is_divided=True,

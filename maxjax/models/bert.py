@@ -290,7 +290,7 @@ BERT_GGUF = GGUFTable(
     },
     layer="encoder.layer.*.",
     is_decoder=False,
-    fixed={"hidden_act": "gelu", "position_embedding_type": "absolute"},
+    constants={"hidden_act": "gelu", "position_embedding_type": "absolute"},
     required={"is_decoder": False, "add_cross_attention": False},
     read=_read_gguf,
     write=lambda config: {"attention.causal": False},

@@ -613,7 +613,7 @@ DEEPSEEK_GGUF = GGUFTable(
         "attention.value_length_mla": "v_head_dim",
         **ROUTED_KEYS,
     },
-    fixed={"hidden_act": "silu", "rope_interleave": True, **ROUTED_DEFAULTS},
+    constants={"hidden_act": "silu", "rope_interleave": True, **ROUTED_DEFAULTS},
     read=_of_gguf,
     write=_to_gguf,
     written=(

@@ -195,7 +195,7 @@ class Ernie45(LanguageModel):
 
 ERNIE45_GGUF = GGUFTable(
     "ernie4_5",
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
     biases=(),
 )

@@ -334,7 +334,7 @@ ERNIE4_5_MOE_GGUF = GGUFTable(
         "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval",
     },
-    fixed={"hidden_act": "silu", "use_bias": False, "moe_norm_min": 1e-12},
+    constants={"hidden_act": "silu", "use_bias": False, "moe_norm_min": 1e-12},
     write=_to_gguf,
     written=("expert_shared_feed_forward_length",),
     biases=("exp_probs_b",),

@@ -254,7 +254,7 @@ def _write(config: Any) -> dict[str, Any]:
 EXAONE4_GGUF = GGUFTable(
     "exaone4",
     {**HEAD_NORMS, **AFTER_NORMS},
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     read=lambda given, tensors, config: {"sliding_window": config.get("sliding_window")},
     write=_write,
     biases=(),

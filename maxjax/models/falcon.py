@@ -291,7 +291,7 @@ FALCON_GGUF = GGUFTable(
         ".ffn_down": "mlp.dense_4h_to_h",
         ".attn_norm_2": "ln_attn",
     },
-    fixed={"activation": "gelu", "bias": False},
+    constants={"activation": "gelu", "bias": False},
     layer="transformer.h.*.",
     read=_read,
     write=_write,

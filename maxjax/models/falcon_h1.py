@@ -463,7 +463,7 @@ FALCON_H1_GGUF = GGUFTable(
         ".ffn_norm": Rule("pre_ff_layernorm.weight", only=NO_SUFFIX),
         **{f".ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
     },
-    fixed={"hidden_act": "silu"}, read=_read_gguf, write=_write_gguf, split=_with_factors,
+    constants={"hidden_act": "silu"}, read=_read_gguf, write=_write_gguf, split=_with_factors,
     written=SSM_KEYS,
     biases=("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up", "ffn_down", "ssm_conv1d", "ssm_dt"),
     computed=("mamba_d_head", "mamba_d_ssm", "mamba_norm_before_gate", "tie_word_embeddings"),

@@ -255,7 +255,7 @@ _GGUF_FIXED = {"hidden_activation": _GELU, "hidden_act": _GELU}
 GEMMA_GGUF = GGUFTable(
     "gemma",
     {**_GGUF_NORMS, ".ffn_norm": Rule("post_attention_layernorm", _ONE_MORE)},
-    fixed=_GGUF_FIXED,
+    constants=_GGUF_FIXED,
     biases=(),
     is_tied=True,
 )
@@ -477,7 +477,7 @@ def _write_gemma2(config: Gemma2Config) -> dict[str, Any]:
 GEMMA2_GGUF = GGUFTable(
     "gemma2",
     _GGUF_NORMS_2,
-    fixed=_GGUF_FIXED,
+    constants=_GGUF_FIXED,
     read=_read_gemma2,
     write=_write_gemma2,
     biases=(),
@@ -681,7 +681,7 @@ _GGUF_NORMS_3 = {
 EMBEDDING_GGUF = GGUFTable(
     "gemma-embedding",
     {**_GGUF_NORMS_3, "dense_2": "dense_2", "dense_3": "dense_3"},
-    fixed={
+    constants={
         **_GGUF_FIXED,
         "architectures": ["Gemma3TextModel"],
         "use_bidirectional_attention": True,
@@ -694,7 +694,7 @@ EMBEDDING_GGUF = GGUFTable(
 GEMMA3_GGUF = GGUFTable(
     "gemma3",
     _GGUF_NORMS_3,
-    fixed=_GGUF_FIXED,
+    constants=_GGUF_FIXED,
     read=_read_gemma3,
     write=_write_gemma3,
     biases=(),

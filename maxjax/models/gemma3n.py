@@ -727,7 +727,7 @@ GEMMA3N_GGUF = GGUFTable(
         ".laurel_r": "laurel.linear_right",
         ".laurel_post_norm": "laurel.post_laurel_norm",
     },
-    fixed={
+    constants={
         "hidden_activation": _GELU, "hidden_act": _GELU, "altup_num_inputs": 4, "altup_active_idx": 0,
         "altup_correct_scale": True, "laurel_rank": 64, "hidden_size_per_layer_input": 256,
         "final_logit_softcapping": 30.0,

@@ -672,7 +672,7 @@ GEMMA4_GGUF = GGUFTable(
         ".post_ffw_norm_2": "post_feedforward_layernorm_2",
         ".layer_output_scale": Rule("layer_scalar", only="weight"),
     },
-    fixed={"hidden_activation": _GELU, "hidden_act": _GELU},
+    constants={"hidden_activation": _GELU, "hidden_act": _GELU},
     read=_read, write=_write, split=fill_table, join=cut_table,
     biases=(), period=6, lists_windows=True, is_divided=True,
     listed=("feed_forward_length", "attention.head_count_kv"),

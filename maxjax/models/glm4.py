@@ -245,7 +245,7 @@ class GLM4(LanguageModel):
 # --- GGUF files ---------------------------------------------------------------------------------
 
 GLM_GGUF = GGUFTable(
-    "chatglm", GATE_UP, fixed={"hidden_act": "silu"}, is_partial=True, is_square=True
+    "chatglm", GATE_UP, constants={"hidden_act": "silu"}, is_partial=True, is_square=True
 )
 
 
@@ -280,7 +280,7 @@ GLM4_GGUF = GGUFTable(
         ".post_attention_norm": "post_self_attn_layernorm",
         ".post_ffw_norm": "post_mlp_layernorm",
     },
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     is_partial=True,
     join=_join,
 )

@@ -317,7 +317,7 @@ GLM4_MOE_GGUF = GGUFTable(
         **NEXT,
     },
     keys=ROUTED_KEYS,
-    fixed={"hidden_act": "silu", "n_group": 1, "topk_group": 1, **ROUTED_DEFAULTS},
+    constants={"hidden_act": "silu", "n_group": 1, "topk_group": 1, **ROUTED_DEFAULTS},
     read=_of_gguf,
     write=lambda config: {"expert_gating_func": 2},
     written=("expert_gating_func",),

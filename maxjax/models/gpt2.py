@@ -255,7 +255,7 @@ GPT2_GGUF = GGUFTable(
     },
     layer="transformer.h.*.",
     is_decoder=False,
-    fixed={"activation_function": "gelu_new"},
+    constants={"activation_function": "gelu_new"},
     required={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,

@@ -239,7 +239,7 @@ STARCODER_GGUF = GGUFTable(
         ".attn_qkv": Rule("attn.c_attn", GROUPS), ".attn_output": "attn.c_proj",
         ".ffn_up": "mlp.c_fc", ".ffn_down": "mlp.c_proj",
     },
-    fixed={"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True},
+    constants={"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True},
     layer="transformer.h.*.",
     read=_read, write=_write, biases=PLAIN_BIASES, has_rope=False,
     epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),

@@ -224,7 +224,7 @@ GPT_NEOX_GGUF = GGUFTable(
         ".ffn_down": "mlp.dense_4h_to_h",
     },
     keys={"use_parallel_residual": "use_parallel_residual"},
-    fixed={"hidden_act": "gelu", "attention_bias": True},
+    constants={"hidden_act": "gelu", "attention_bias": True},
     layer="gpt_neox.layers.*.",
     read=lambda given, tensors, config: {"attention_bias": "blk.0.attn_qkv.bias" in tensors},
     biases=PLAIN_BIASES,

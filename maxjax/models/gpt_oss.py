@@ -279,7 +279,7 @@ GPT_OSS_GGUF = GGUFTable(
         "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "intermediate_size",
     },
-    fixed={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    constants={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     read=_of_gguf,
     biases=(
         "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps",

@@ -230,7 +230,7 @@ GRANITE_GGUF = GGUFTable(
         "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling",
     },
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     read=_read,
     biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     is_divided=True,

@@ -519,7 +519,7 @@ GRANITE_HYBRID_GGUF = GGUFTable(
         **PERMUTED, **ssm_names("mamba"), **expert_names("block_sparse_moe", "router.layer"),
         **{f".ffn_{part}_shexp": f"{_SHARED}{part}_proj" for part in ("gate", "up", "down")},
     },
-    keys=GRANITE_GGUF.keys, fixed={"hidden_act": "silu"}, read=_read_gguf, write=_write_gguf,
+    keys=GRANITE_GGUF.keys, constants={"hidden_act": "silu"}, read=_read_gguf, write=_write_gguf,
     join=_join_gate_and_up, split=_split_gate_and_up,
     biases=("attn_q", "attn_k", "attn_v", "attn_output", "ssm_conv1d", "ssm_dt"),
     written=(*SSM_KEYS, "expert_shared_feed_forward_length", "rope.scaling.finetuned"),

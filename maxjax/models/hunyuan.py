@@ -334,7 +334,7 @@ _HEAD_NORMS = {
     ".attn_k_norm": "self_attn.key_layernorm",
 }
 
-HUNYUAN_GGUF = GGUFTable("hunyuan-dense", _HEAD_NORMS, fixed={"hidden_act": "silu"}, biases=())
+HUNYUAN_GGUF = GGUFTable("hunyuan-dense", _HEAD_NORMS, constants={"hidden_act": "silu"}, biases=())
 
 HUNYUAN_MOE_GGUF = GGUFTable(
     "hunyuan-moe",
@@ -348,7 +348,7 @@ HUNYUAN_MOE_GGUF = GGUFTable(
         "expert_feed_forward_length": "intermediate_size",
         "expert_shared_feed_forward_length": "intermediate_size",
     },
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     biases=(),
 )
 

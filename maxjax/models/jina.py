@@ -255,7 +255,7 @@ JINA_V3_GGUF = GGUFTable(
         ".attn_output": "mixer.out_proj", ".attn_output_norm": "norm1", ".ffn_gate": None,
         ".ffn_up": "mlp.fc1", ".ffn_down": "mlp.fc2", ".layer_output_norm": "norm2",
     },
-    fixed={"hidden_act": "gelu"},
+    constants={"hidden_act": "gelu"},
     read=lambda given, tensors, config: {
         "type_vocab_size": rows_of("token_types.weight", tensors, given.path)
     },

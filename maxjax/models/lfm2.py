@@ -430,7 +430,7 @@ LFM2_GGUF = GGUFTable(
         ".shortconv.in_proj": "conv.in_proj", ".shortconv.out_proj": "conv.out_proj",
     },
     keys={"shortconv.l_cache": "conv_L_cache"},
-    fixed={"block_auto_adjust_ff_dim": False, "hidden_act": "silu"}, read=_read_gguf, write=_write_gguf,
+    constants={"block_auto_adjust_ff_dim": False, "hidden_act": "silu"}, read=_read_gguf, write=_write_gguf,
     biases=(), computed=("intermediate_size", "block_auto_adjust_ff_dim"),
     epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
 )  # fmt: skip
@@ -449,7 +449,7 @@ LFM2_MOE_GGUF = replace(
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     },
-    fixed={"hidden_act": "silu", **_SHARES},
+    constants={"hidden_act": "silu", **_SHARES},
     write=lambda config: {**_write_gguf(config), "expert_gating_func": 2},
     written=("expert_gating_func",), biases=("exp_probs_b",), computed=(),
 )  # fmt: skip

@@ -247,7 +247,7 @@ def _write_gguf(config: Any) -> dict[str, Any]:
 LLAMA_GGUF = GGUFTable(
     "llama",
     {**PERMUTED, **expert_names("block_sparse_moe", maps=("w1", "w3", "w2"))},
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     has_windows=False,
     required={"partial_rotary_factor": 1.0, "use_sliding_window": False},
     read=_read_gguf,
@@ -352,7 +352,7 @@ class Qwen2(Llama):
 
 QWEN2_GGUF = GGUFTable(
     "qwen2",
-    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    constants={"hidden_act": "silu", "use_sliding_window": False},
     has_windows=False,
     required={"partial_rotary_factor": 1.0},
     written=("pooling_type",),
@@ -391,7 +391,7 @@ class SeedOSS(Llama):
 SEED_OSS_GGUF = GGUFTable(
     "seed_oss",
     {".ffn_norm": None, ".post_attention_norm": "post_attention_layernorm"},
-    fixed={"hidden_act": "silu", "mlp_bias": False, "attention_out_bias": False},
+    constants={"hidden_act": "silu", "mlp_bias": False, "attention_out_bias": False},
 )
 SEED_OSS = SeedOSS.family = Family.of(
     SeedOSS,

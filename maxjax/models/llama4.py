@@ -375,7 +375,7 @@ LLAMA4_GGUF = GGUFTable(
         **expert_names("feed_forward", "router", shared="shared_expert"),
     },
     keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    fixed={
+    constants={
         "hidden_act": "silu", "attention_chunk_size": 8192, "attn_temperature_tuning": True,
         "floor_scale": 8192, "attn_scale": 0.1,
     },

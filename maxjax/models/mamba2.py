@@ -273,7 +273,7 @@ MAMBA2_GGUF = GGUFTable(
         **{f".attn_{part}": None for part in ("q", "k", "v", "output")},
         **{f".ffn_{part}": None for part in ("norm", "gate", "up", "down")},
     },
-    fixed={"hidden_act": "silu", "residual_in_fp32": True}, read=_read_gguf, write=_write_gguf,
+    constants={"hidden_act": "silu", "residual_in_fp32": True}, read=_read_gguf, write=_write_gguf,
     split=_new_names, written=SSM_KEYS, biases=("ssm_conv1d", "ssm_dt"), layer="backbone.layers.*.",
     attends=False, has_rope=False, epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
 )  # fmt: skip

@@ -254,7 +254,7 @@ MINIMAX_M2_GGUF = GGUFTable(
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "intermediate_size",
     },
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     read=lambda given, tensors, config: {
         "rotary_dim": given.count("rope.dimension_count", config["head_dim"])
     },

@@ -260,7 +260,7 @@ MINISTRAL3_GGUF = GGUFTable(
     "mistral3",
     PERMUTED,
     keys={"attention.sliding_window": "sliding_window"},
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     read=_read,
     write=_write,
     written=("attention.temperature_scale",),

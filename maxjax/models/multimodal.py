@@ -29,7 +29,7 @@ class TextModel:
 
     Attributes:
         model_type, architecture: names of the text model alone.
-        unsaid: values for keys that a file leaves out, where they differ from the defaults of
+        defaults: values for keys that a file leaves out, where they differ from the defaults of
             ``model_type``.
         always: values for keys that transformers' code of the model ignores, whatever a file says.
         flat: whether old files hold its settings at the top level, and not in ``text_config``.
@@ -37,7 +37,7 @@ class TextModel:
 
     model_type: str
     architecture: str
-    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     flat: bool = False
     always: Mapping[str, Any] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ _SMALL_VOXTRAL = {
     "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8,
 }  # fmt: skip
 _LLAMA: dict[str | None, TextModel] = {None: _INSIDE["llama"], **_INSIDE}
-_VOXTRAL = {name: replace(text, unsaid=_SMALL_VOXTRAL) for name, text in _LLAMA.items()}
+_VOXTRAL = {name: replace(text, defaults=_SMALL_VOXTRAL) for name, text in _LLAMA.items()}
 _OF_QWEN2: dict[str | None, TextModel] = {None: _INSIDE["qwen2"], **_INSIDE}
 _OMNI_MOE = TextModel(
     "qwen3_moe", "Qwen3MoeForCausalLM", {"rope_theta": 1e6, "norm_topk_prob": True}
@@ -202,8 +202,8 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = text or texts[None]
     shared = {key: outer[key] for key in _TOP_LEVEL if outer.get(key) is not None}
     names = {"architectures": [text.architecture], "model_type": text.model_type}
-    unsaid = {key: value for key, value in text.unsaid.items() if _ALSO.get(key) not in given}
-    return {**unsaid, **_without_sections(given), **shared, **text.always, **names}
+    defaults = {key: value for key, value in text.defaults.items() if _ALSO.get(key) not in given}
+    return {**defaults, **_without_sections(given), **shared, **text.always, **names}
 
 
 def is_multimodal(raw: Mapping[str, Any]) -> bool:

@@ -241,7 +241,7 @@ NEMOTRON_GGUF = GGUFTable(
         ".ffn_norm": Rule("post_attention_layernorm", _ONE_ADDED),
         ".ffn_gate": None,
     },
-    fixed={"hidden_act": "relu2"},
+    constants={"hidden_act": "relu2"},
     read=_read,
     biases=PLAIN_BIASES,
     epsilon=("attention.layer_norm_epsilon", "norm_eps"),
@@ -253,7 +253,7 @@ NEMOTRON_GGUF = GGUFTable(
 ARCEE_GGUF = GGUFTable(
     "arcee",
     {**PERMUTED, ".ffn_gate": None},
-    fixed={"hidden_act": "relu2", "mlp_bias": False},
+    constants={"hidden_act": "relu2", "mlp_bias": False},
     biases=(),
     is_divided=True,
 )

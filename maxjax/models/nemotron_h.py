@@ -397,7 +397,7 @@ NEMOTRON_H_GGUF = GGUFTable(
         ".attn_v": "mixer.v_proj", ".attn_output": "mixer.o_proj", ".ffn_up": "mixer.up_proj",
         ".ffn_down": "mixer.down_proj", ".ffn_gate": None, ".ffn_norm": None,
     },
-    fixed={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "time_step_min": _TIME_STEP_MIN},
+    constants={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "time_step_min": _TIME_STEP_MIN},
     read=_read_gguf, write=_write_gguf, layer="backbone.layers.*.", has_rope=False,
     written=(*SSM_KEYS, "attention.layer_norm_epsilon"),
     biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down", "ssm_conv1d", "ssm_dt"),

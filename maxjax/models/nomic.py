@@ -290,7 +290,7 @@ NOMIC_BERT_GGUF = GGUFTable(
         ".attn_output": "attn.out_proj", ".attn_output_norm": "norm1", ".ffn_gate": "mlp.fc12",
         ".ffn_up": "mlp.fc11", ".ffn_down": "mlp.fc2", ".layer_output_norm": "norm2",
     },
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     read=_read_gguf,
     write=lambda config: {"attention.causal": False},
     biases=ENCODER_BIASES,

@@ -275,7 +275,7 @@ def _write(config: Any) -> dict[str, Any]:
 OLMO2_GGUF = GGUFTable(
     "olmo2",
     {**HEAD_NORMS, **AFTER_NORMS},
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     read=_read,
     write=_write,
     biases=(),

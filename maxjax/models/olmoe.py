@@ -217,7 +217,7 @@ OLMOE_GGUF = GGUFTable(
         **expert_names(),
     },
     keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-    fixed={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": None},
+    constants={"hidden_act": "silu", "norm_topk_prob": False, "clip_qkv": None},
     biases=(),
 )
 OLMOE = OLMoE.family = Family.of(

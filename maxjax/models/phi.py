@@ -208,7 +208,7 @@ PHI_GGUF = GGUFTable(
         ".ffn_up": "mlp.fc1",
         ".ffn_down": "mlp.fc2",
     },
-    fixed={"hidden_act": "gelu_new"},
+    constants={"hidden_act": "gelu_new"},
     biases=(*PLAIN_BIASES, "output"),
     epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
     is_partial=True,

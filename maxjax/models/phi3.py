@@ -224,7 +224,7 @@ PHI3_GGUF = GGUFTable(
         "attention.sliding_window": "sliding_window",
         "rope.scaling.original_context_length": "original_max_position_embeddings",
     },
-    fixed={"hidden_act": "silu"},
+    constants={"hidden_act": "silu"},
     unused=("attention.sliding_window",),
     biases=(),
     is_partial=True,

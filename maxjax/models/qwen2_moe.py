@@ -305,7 +305,7 @@ QWEN2_MOE_GGUF = GGUFTable(
         **expert_names(shared="shared_expert"),
         ".ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", Matrix()),
     },
-    fixed={
+    constants={
         "hidden_act": "silu",
         "use_sliding_window": False,
         "decoder_sparse_step": 1,

@@ -337,7 +337,7 @@ _GGUF_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
 QWEN3_GGUF = GGUFTable(
     "qwen3",
     {**HEAD_NORMS, CLASSIFIER: "score"},
-    fixed=_GGUF_FIXED,
+    constants=_GGUF_FIXED,
     has_windows=False,
     required={"partial_rotary_factor": 1.0},
     read=_read_gguf,
@@ -363,7 +363,7 @@ class Qwen3MoE(Qwen3):
 QWEN3_MOE_GGUF = GGUFTable(
     "qwen3moe",
     {**HEAD_NORMS, **expert_names()},
-    fixed={
+    constants={
         **_GGUF_FIXED,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

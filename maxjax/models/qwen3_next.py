@@ -758,16 +758,16 @@ QWEN3_NEXT_GGUF = _table(
         **_NAMES, **_EXPERTS,
         ".ssm_in": "linear_attn.in_proj_qkvz", ".ssm_ba": "linear_attn.in_proj_ba",
     },
-    keys=_COUNTS, fixed={**_SPARSE, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    keys=_COUNTS, constants={**_SPARSE, "decoder_sparse_step": 1, "mlp_only_layers": []},
     write=partial(_to_gguf, sections=False), written=_WRITTEN, join=_join, split=_split,
 )  # fmt: skip
 _3_5 = partial(
     _table, write=partial(_to_gguf, sections=True), written=(*_WRITTEN, "rope.dimension_sections"),
     join=_restored, split=_tiled,
 )  # fmt: skip
-QWEN3_5_GGUF = _3_5("qwen35", {**_NAMES, **_PROJECTIONS}, fixed={"hidden_act": "silu"})
+QWEN3_5_GGUF = _3_5("qwen35", {**_NAMES, **_PROJECTIONS}, constants={"hidden_act": "silu"})
 QWEN3_5_MOE_GGUF = _3_5(
-    "qwen35moe", {**_NAMES, **_PROJECTIONS, **_EXPERTS}, keys=_COUNTS, fixed=_SPARSE
+    "qwen35moe", {**_NAMES, **_PROJECTIONS, **_EXPERTS}, keys=_COUNTS, constants=_SPARSE
 )
 
 # Tensors of the layer of multi-token prediction are dropped.

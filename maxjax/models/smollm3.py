@@ -245,7 +245,7 @@ def _write(config: Any) -> dict[str, Any]:
 SMOLLM3_GGUF = GGUFTable(
     "smollm3",
     PERMUTED,
-    fixed={"hidden_act": "silu", "no_rope_layer_interval": 4, "use_sliding_window": False},
+    constants={"hidden_act": "silu", "no_rope_layer_interval": 4, "use_sliding_window": False},
     write=_write,
     biases=(),
 )

@@ -210,7 +210,7 @@ class StableLM(LanguageModel):
 STABLELM_GGUF = GGUFTable(
     "stablelm",
     keys={"use_parallel_residual": "use_parallel_residual"},
-    fixed={"hidden_act": "silu", "qk_layernorm": False},
+    constants={"hidden_act": "silu", "qk_layernorm": False},
     read=lambda given, tensors, config: {
         "use_qkv_bias": config["attention_bias"],
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,

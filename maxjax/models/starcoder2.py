@@ -212,7 +212,7 @@ STARCODER2_GGUF = GGUFTable(
     "starcoder2",
     {".ffn_gate": None, ".ffn_up": "mlp.c_fc", ".ffn_down": "mlp.c_proj"},
     keys={"attention.sliding_window": "sliding_window"},
-    fixed={"hidden_act": "gelu_pytorch_tanh"},
+    constants={"hidden_act": "gelu_pytorch_tanh"},
     read=lambda given, tensors, config: {"use_bias": config["attention_bias"]},
     write=_write,
     biases=PLAIN_BIASES,

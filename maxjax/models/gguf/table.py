@@ -57,7 +57,7 @@ class GGUFTable(MetadataTable):
             are added to those that Llama-like decoders share; None removes a name.
         keys: metadata keys of numbers and flags, without the architecture → keys of ``config.json``.
             They are added to those that Llama-like decoders share.
-        fixed: settings that are in llama.cpp's code: the same in every file, or in those without their
+        constants: settings that are in llama.cpp's code: the same in every file, or in those without their
             key.
         read: function (metadata, shapes of the tensors, configuration so far) → further settings.
         write: function of the family's config → further metadata; it raises UnsupportedModelError

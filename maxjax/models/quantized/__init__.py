@@ -128,9 +128,9 @@ class Quantization:
             layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
         layouts: dict[str, QuantLayout] = {}
         for name, module in linear.items():
-            if is_quantised(own := layers.get(name, {})):
+            if is_quantised(entries := layers.get(name, {})):
                 out_dim, in_dim = (int(n) for n in module.weight.shape)
-                layouts[name] = self.layout_for(name)(out_dim, in_dim, own)
+                layouts[name] = self.layout_for(name)(out_dim, in_dim, entries)
         used = {f"{name}.{one.name}" for name, layout in layouts.items() for one in layout.tensors}
         # Where experts are equal, the first one stands for all.
         stacks = {n: experts for n, experts in stacks.items() if _are_equal(layouts, n, experts)}
@@ -228,7 +228,7 @@ def check_has_settings(
         )
 
 
-def is_quantised(own: Found) -> bool:
+def is_quantised(entries: Found) -> bool:
     """Whether a layer's tensors are not those of a plain linear layer.
 
     Example:
@@ -237,5 +237,5 @@ def is_quantised(own: Found) -> bool:
         >>> is_quantised({"qweight": (DType.int32, (2, 2))})
         True
     """
-    names = set(own) - {"bias"}
-    return bool(names) and not (names == {"weight"} and own["weight"][0] in _FLOATS)
+    names = set(entries) - {"bias"}
+    return bool(names) and not (names == {"weight"} and entries["weight"][0] in _FLOATS)

@@ -23,7 +23,7 @@ SCALES = (DType.float32, DType.float16, DType.bfloat16)
 
 
 def tensor(
-    own: Found,
+    entries: Found,
     name: str,
     dtypes: DType | Sequence[DType],
     shapes: Sequence[tuple[tuple[int, ...], tuple[int | None, ...]]],
@@ -33,31 +33,31 @@ def tensor(
     Otherwise it has the first allowed dtype or shape, and loading reports the difference.
 
     Args:
-        own: tensors of the layer.
+        entries: tensors of the layer.
         name: name of the tensor.
         dtypes: possible dtypes.
         shapes: possible shapes, each with the axis of the weight that each of its axes runs along, or None.
     """
     possible = [dtypes] if isinstance(dtypes, DType) else list(dtypes)
-    dtype, shape = own.get(name, (possible[0], shapes[0][0]))
+    dtype, shape = entries.get(name, (possible[0], shapes[0][0]))
     axes = next((axes for one, axes in shapes if one == shape), None)
     if axes is None:
         shape, axes = shapes[0]
     return QuantTensor(name, dtype if dtype in possible else possible[0], shape, axes)
 
 
-def group_indices(own: Found, name: str, inner: int, group: int, ordered: bool) -> QuantTensor:
+def group_indices(entries: Found, name: str, inner: int, group: int, ordered: bool) -> QuantTensor:
     """The tensor of each column's group; ``ordered`` as in :class:`Groups`."""
-    found = tensor(own, name, DType.int32, [((inner,), (None,))])
+    found = tensor(entries, name, DType.int32, [((inner,), (None,))])
     return replace(found, form=Groups(inner, group, ordered))
 
 
-def unused(own: Found, *names: str) -> list[QuantTensor]:
+def unused(entries: Found, *names: str) -> list[QuantTensor]:
     """Tensors of the file that a matmul does not need: scales of quantised activations."""
     return [
-        QuantTensor(name, own[name][0], own[name][1], (None,) * len(own[name][1]))
+        QuantTensor(name, entries[name][0], entries[name][1], (None,) * len(entries[name][1]))
         for name in names
-        if name in own
+        if name in entries
     ]
 
 
@@ -83,7 +83,7 @@ def _scale_shapes(
 def scaled(
     out: int,
     inner: int,
-    own: Found,
+    entries: Found,
     *,
     dtypes: Sequence[DType],
     strategy: str,
@@ -104,21 +104,21 @@ def scaled(
     """
     shapes = _scale_shapes(out, inner, strategy, block)
     tensors = [
-        tensor(own, "weight", dtypes, [((out, inner), (0, 1))]),
-        tensor(own, scale, (*SCALES, DType.float8_e8m0fnu), shapes),
+        tensor(entries, "weight", dtypes, [((out, inner), (0, 1))]),
+        tensor(entries, scale, (*SCALES, DType.float8_e8m0fnu), shapes),
     ]
-    if asymmetric or "weight_zero_point" in own:
-        tensors.append(tensor(own, "weight_zero_point", [*dtypes, DType.int8], shapes))
+    if asymmetric or "weight_zero_point" in entries:
+        tensors.append(tensor(entries, "weight_zero_point", [*dtypes, DType.int8], shapes))
     options: list[tuple[str, Any]] = [("scale", scale)]
     if block is not None:
         options.append(("block", block))
-    return QuantLayout("scaled", out, inner, (*tensors, *unused(own, *ignored)), tuple(options))
+    return QuantLayout("scaled", out, inner, (*tensors, *unused(entries, *ignored)), tuple(options))
 
 
 def packed(
     out: int,
     inner: int,
-    own: Found,
+    entries: Found,
     *,
     bits: int,
     group: int | None,
@@ -133,23 +133,27 @@ def packed(
         asymmetric: whether there are zero points.
         ordered: whether the file must have ``weight_g_idx``, the group of each column.
     """
-    ordered = ordered or "weight_g_idx" in own
+    ordered = ordered or "weight_g_idx" in entries
     group = inner if group is None else group
     words, groups = 32 // bits, count_blocks(inner, group)
     # With ``weight_g_idx``, the columns of a group are not consecutive.
     along = None if ordered or groups == 1 else 1
     tensors = [
-        tensor(own, "weight_packed", DType.int32, [((out, count_blocks(inner, words)), (0, 1))]),
-        tensor(own, "weight_scale", SCALES, [((out, groups), (0, along))]),
+        tensor(
+            entries, "weight_packed", DType.int32, [((out, count_blocks(inner, words)), (0, 1))]
+        ),
+        tensor(entries, "weight_scale", SCALES, [((out, groups), (0, along))]),
         replace(
-            tensor(own, "weight_shape", (DType.int64, DType.int32), [((2,), (None,))]),
+            tensor(entries, "weight_shape", (DType.int64, DType.int32), [((2,), (None,))]),
             form=Exactly((out, inner)),
         ),
     ]
     if asymmetric:
         shape = (count_blocks(out, words), groups)
-        tensors.append(tensor(own, "weight_zero_point", DType.int32, [(shape, (0, along))]))
+        tensors.append(tensor(entries, "weight_zero_point", DType.int32, [(shape, (0, along))]))
     if ordered:
-        tensors.append(group_indices(own, "weight_g_idx", inner, group, ordered))
+        tensors.append(group_indices(entries, "weight_g_idx", inner, group, ordered))
     options = (("bits", bits), ("group", group))
-    return QuantLayout("pack_quantized", out, inner, (*tensors, *unused(own, *ignored)), options)
+    return QuantLayout(
+        "pack_quantized", out, inner, (*tensors, *unused(entries, *ignored)), options
+    )

@@ -36,14 +36,14 @@ def _fp8(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     if block is None and settings.raw.get("weight_block_size", 0) == 0:
         block = (128, 128)  # transformers' default if the key is absent; null means one scale
 
-    def layout(out: int, inner: int, own: Found) -> QuantLayout:
+    def layout(out: int, inner: int, entries: Found) -> QuantLayout:
         ignored = ("activation_scale", "input_scale")
-        if "weight_scale" in own and "weight_scale_inv" not in own:  # AutoFP8's and vLLM's
-            shape = own["weight_scale"][1]
+        if "weight_scale" in entries and "weight_scale_inv" not in entries:  # AutoFP8's and vLLM's
+            shape = entries["weight_scale"][1]
             strategy = "channel" if shape[:1] == (out,) and out > 1 else "tensor"
-            return scaled(out, inner, own, dtypes=FLOATS8, strategy=strategy, ignored=ignored)
+            return scaled(out, inner, entries, dtypes=FLOATS8, strategy=strategy, ignored=ignored)
         return scaled(
-            out, inner, own, dtypes=FLOATS8, scale="weight_scale_inv", block=block,
+            out, inner, entries, dtypes=FLOATS8, scale="weight_scale_inv", block=block,
             strategy="tensor" if block is None else "block", ignored=ignored,
         )  # fmt: skip
 
@@ -53,9 +53,9 @@ def _fp8(settings: QuantSettings) -> Callable[[str], LayoutOf]:
 def _fbgemm(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     """``fbgemm_fp8``: a scale for each row."""
 
-    def layout(out: int, inner: int, own: Found) -> QuantLayout:
+    def layout(out: int, inner: int, entries: Found) -> QuantLayout:
         return scaled(
-            out, inner, own, dtypes=FLOATS8, strategy="channel", ignored=("input_scale_ub",)
+            out, inner, entries, dtypes=FLOATS8, strategy="channel", ignored=("input_scale_ub",)
         )
 
     return lambda name: layout
@@ -144,8 +144,8 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
     bits = weights.only("num_bits", *known_bits)
     asymmetric = not weights.get("symmetric", bool, True)
     size = weights.get("group_size", int)
-    unsaid = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = weights.get("strategy", str, unsaid)
+    default = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = weights.get("strategy", str, default)
     known = (
         ("channel", "group")
         if kind == "pack-quantized"
@@ -187,15 +187,17 @@ def _gptq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     layouts: dict[str, tuple[LayoutOf | None]] = {}
     for key, changed in settings.parts("dynamic").items():
         raw = {**settings.raw, **(changed.raw if changed is not None else {})}
-        own = None if key.startswith("-:") else _gptq_layout(QuantSettings(raw, path=settings.path))
-        layouts.setdefault(key.removeprefix("-:").removeprefix("+:"), (own,))
+        of_layers = (
+            None if key.startswith("-:") else _gptq_layout(QuantSettings(raw, path=settings.path))
+        )
+        layouts.setdefault(key.removeprefix("-:").removeprefix("+:"), (of_layers,))
     changes = NameTable(layouts, "dynamic", path=settings.path)
 
     def layout_for(name: str) -> LayoutOf:
-        (own,) = changes.get(*names_in_files(name)) or (layout,)
-        if own is None:
+        (of_layer,) = changes.get(*names_in_files(name)) or (layout,)
+        if of_layer is None:
             raise settings.refused(f"the quantised layer {name!r}, which 'dynamic' leaves out")
-        return own
+        return of_layer
 
     return layout_for
 
@@ -214,17 +216,19 @@ def _gptq_layout(settings: QuantSettings) -> LayoutOf:
     if size != -1:
         size = positive(settings, "group_size")
 
-    def layout(out: int, inner: int, own: Found) -> QuantLayout:
+    def layout(out: int, inner: int, entries: Found) -> QuantLayout:
         group = inner if size == -1 else size
         words, groups = 32 // bits, count_blocks(inner, group)
         along = None if ordered or groups == 1 else 1
         tensors = [
-            tensor(own, "qweight", DType.int32, [((count_blocks(inner, words), out), (1, 0))]),
-            tensor(own, "qzeros", DType.int32, [((groups, count_blocks(out, words)), (along, 0))]),
-            tensor(own, "scales", SCALES, [((groups, out), (along, 0))]),
+            tensor(entries, "qweight", DType.int32, [((count_blocks(inner, words), out), (1, 0))]),
+            tensor(
+                entries, "qzeros", DType.int32, [((groups, count_blocks(out, words)), (along, 0))]
+            ),
+            tensor(entries, "scales", SCALES, [((groups, out), (along, 0))]),
         ]
-        if ordered or "g_idx" in own:
-            tensors.append(group_indices(own, "g_idx", inner, group, ordered))
+        if ordered or "g_idx" in entries:
+            tensors.append(group_indices(entries, "g_idx", inner, group, ordered))
         offset = 1 if form == "gptq" else 0
         options = (("bits", bits), ("group", group), ("offset", offset), ("ordered", ordered))
         return QuantLayout("gptq", out, inner, tuple(tensors), options)
@@ -245,17 +249,19 @@ def _awq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     if size != -1:
         size = positive(settings, "group_size", 128)
 
-    def layout(out: int, inner: int, own: Found) -> QuantLayout:
+    def layout(out: int, inner: int, entries: Found) -> QuantLayout:
         group = inner if size == -1 else size
         groups = count_blocks(inner, group)
         along = 1 if groups > 1 else None
         tensors = [
-            tensor(own, "qweight", DType.int32, [((inner, count_blocks(out, 8)), (1, 0))]),
-            tensor(own, "scales", SCALES, [((groups, out), (along, 0))]),
+            tensor(entries, "qweight", DType.int32, [((inner, count_blocks(out, 8)), (1, 0))]),
+            tensor(entries, "scales", SCALES, [((groups, out), (along, 0))]),
         ]
-        if asymmetric or "qzeros" in own:
+        if asymmetric or "qzeros" in entries:
             tensors.append(
-                tensor(own, "qzeros", DType.int32, [((groups, count_blocks(out, 8)), (along, 0))])
+                tensor(
+                    entries, "qzeros", DType.int32, [((groups, count_blocks(out, 8)), (along, 0))]
+                )
             )
         return QuantLayout("awq", out, inner, tuple(tensors), (("group", group),))
 
@@ -280,31 +286,35 @@ def _bitsandbytes(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     return lambda name: partial(_4bit, kind=kind, nested=nested)
 
 
-def _int8(out: int, inner: int, own: Found) -> QuantLayout:
+def _int8(out: int, inner: int, entries: Found) -> QuantLayout:
     tensors = [
-        tensor(own, "weight", DType.int8, [((out, inner), (0, 1))]),
-        tensor(own, "SCB", SCALES, [((out,), (0,))]),
+        tensor(entries, "weight", DType.int8, [((out, inner), (0, 1))]),
+        tensor(entries, "SCB", SCALES, [((out,), (0,))]),
     ]
-    if "weight_format" in own:  # 0: rows in order, not in the order of a GPU kernel
-        found = tensor(own, "weight_format", DType.uint8, SINGLE)
+    if "weight_format" in entries:  # 0: rows in order, not in the order of a GPU kernel
+        found = tensor(entries, "weight_format", DType.uint8, SINGLE)
         tensors.append(replace(found, form=Exactly((0,))))
     return QuantLayout("bitsandbytes8", out, inner, tuple(tensors))
 
 
-def _4bit(out: int, inner: int, own: Found, *, kind: str, nested: bool) -> QuantLayout:
+def _4bit(out: int, inner: int, entries: Found, *, kind: str, nested: bool) -> QuantLayout:
     blocks = count_blocks(out * inner, _BLOCK)
     tensors = [
-        tensor(own, "weight", DType.uint8, [((count_blocks(out * inner, 2), 1), (0, None))]),
-        tensor(own, "weight.absmax", DType.uint8 if nested else DType.float32, [((blocks,), (0,))]),
-        tensor(own, "weight.quant_map", DType.float32, [((16,), (None,))]),
+        tensor(entries, "weight", DType.uint8, [((count_blocks(out * inner, 2), 1), (0, None))]),
+        tensor(
+            entries, "weight.absmax", DType.uint8 if nested else DType.float32, [((blocks,), (0,))]
+        ),
+        tensor(entries, "weight.quant_map", DType.float32, [((16,), (None,))]),
     ]
     expected: list[tuple[str, Any]] = [
         ("quant_type", kind), ("blocksize", _BLOCK), ("shape", (out, inner)),
     ]  # fmt: skip
     if nested:
         shapes = [((count_blocks(blocks, _NESTED),), (0,))]
-        tensors.append(tensor(own, "weight.nested_absmax", DType.float32, shapes))
-        tensors.append(tensor(own, "weight.nested_quant_map", DType.float32, [((256,), (None,))]))
+        tensors.append(tensor(entries, "weight.nested_absmax", DType.float32, shapes))
+        tensors.append(
+            tensor(entries, "weight.nested_quant_map", DType.float32, [((256,), (None,))])
+        )
         expected.append(("nested_blocksize", _NESTED))
     name = f"weight.quant_state.bitsandbytes__{kind}"
     form = QuantState(tuple(expected))

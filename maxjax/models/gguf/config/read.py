@@ -48,7 +48,7 @@ class MetadataTable:
     """The part of a ``GGUFTable``, which describes these attributes, that says how metadata becomes settings."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Settings, Shapes, Config], Config] | None = None
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     period: int | None = None
@@ -119,7 +119,7 @@ def hf_config(
     if model is None:
         raise unknown_architecture(architecture, MODELS, path)
     config: Config = {"architectures": [model.architecture], "model_type": model.model_type}
-    config |= model.table.fixed
+    config |= model.table.constants
     config["vocab_size"] = rows_of("token_embd.weight", tensors, path)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if model.table.is_decoder:
