@@ -1,4 +1,4 @@
-"""The shared decoder: its cache, its lengths, its placement, and what it refuses.
+"""Language models: the cache, lengths and placement that they share, and what they refuse.
 
 Whether the numbers are right is asked in the tests of the families; here a call in one piece,
 of one row, without a cache, is what others are compared with.
