@@ -15,8 +15,8 @@ import maxjax
 from maxjax.errors import UserInputError
 from maxjax.models import Qwen2Config
 from maxjax.nn import KVCache
-from tests.models.decoder.test_model import KINDS, VOCAB, call, close, ids_of, made, on
 from tests.models.decoders import generated, greedy, oracle, ours
+from tests.models.parts.test_language_model import KINDS, VOCAB, call, close, ids_of, made, on
 
 WINDOW = 5
 BASE = Qwen2Config(VOCAB, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
@@ -64,7 +64,11 @@ def in_pieces(model, ids, cache, lengths, run=on):
 )
 def test_it_keeps_what_the_layers_see(pattern, stacked):
     config = config_of(pattern)
-    model, ids, sliding = made(config, stacked=stacked), ids_of(2, 30), sum(config.slides)
+    model, ids, sliding = (
+        made(config, stacked=stacked),
+        ids_of(2, 30),
+        config.layer_types.count(KINDS["s"]),
+    )
     cache = model.cache(2, 32)
     assert cache.sliding.keys.shape == (sliding, 2, 2, WINDOW, 8)
     assert cache.full.keys.shape == (config.num_hidden_layers - sliding, 2, 2, 32, 8)
