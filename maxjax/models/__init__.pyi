@@ -34,6 +34,8 @@ from .deepseek import DeepseekV2 as DeepseekV2
 from .deepseek import DeepseekV2Config as DeepseekV2Config
 from .deepseek import DeepseekV3 as DeepseekV3
 from .deepseek import DeepseekV3Config as DeepseekV3Config
+from .deepseek import GLM4MoELite as GLM4MoELite
+from .deepseek import GLM4MoELiteConfig as GLM4MoELiteConfig
 from .distilbert import DistilBertConfig as DistilBertConfig
 from .distilbert import DistilBertForSequenceClassification as DistilBertForSequenceClassification
 from .distilbert import DistilBertModel as DistilBertModel
@@ -69,8 +71,6 @@ from .glm4 import GLM4Config as GLM4Config
 from .glm4 import GLMConfig as GLMConfig
 from .glm4_moe import GLM4MoE as GLM4MoE
 from .glm4_moe import GLM4MoEConfig as GLM4MoEConfig
-from .glm4_moe_lite import GLM4MoELite as GLM4MoELite
-from .glm4_moe_lite import GLM4MoELiteConfig as GLM4MoELiteConfig
 from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2Config as GPT2Config
 from .gpt_bigcode import GPTBigCode as GPTBigCode

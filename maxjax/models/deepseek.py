@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and R1, Kimi K2 and Moonlight: latent attention, and experts in all but the first layers.
+"""DeepSeek V2, V3 and R1, Kimi K2, Moonlight and GLM-4.7-Flash: latent attention, and experts in most layers.
 
 ::
 
@@ -19,12 +19,13 @@
     scale = m² / √(N + R), with YaRN's m = 0.1 · mscale_all_dim · log(factor) + 1, or 1 without it
     V2: shares = softmax(gate(h)) · factor;   a group is as good as its best expert, if groups are limited at all
     V3: shares = sigmoid(gate(h)), divided by their sum, · factor;   experts are chosen by the sigmoid plus a
-        bias that balances them, and a group is as good as its two best experts
+        bias that balances them, and a group is as good as its two best experts; GLM-4.7-Flash is computed so too
 
 Attention never computes kₙ and v: ``kv_b_proj`` is absorbed into the query and into the result of attention, as
 ``maxjax/models/parts/latent.py`` explains. Files may have layers of multi-token prediction, which are left out.
 
-Sources: arXiv:2405.04434, arXiv:2412.19437; transformers' ``modeling_deepseek_v2`` and ``_v3``.
+Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2508.06471; transformers' ``modeling_deepseek_v2``, ``_v3`` and
+``modeling_glm4_moe_lite``.
 
 Shapes: B sequences, T tokens, H heads, hidden size E; a head's query has N + R features and its value V, C features
 are the latent vector c; X experts with F inner features, k experts for each token. A decode step has no axis T.
@@ -33,11 +34,12 @@ are the latent vector c; X experts with F inner features, k experts for each tok
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +76,7 @@ from .parts import (
     config_field,
     constant,
     expand_values,
+    layer_count,
     layers,
     merge_heads,
     replicate_over_mesh,
@@ -87,6 +90,7 @@ from .parts import (
 )
 from .parts.rotary import read_rope, yarn_score_factor
 
+DENSE, SPARSE = "dense", "sparse"
 _LOG = logging.getLogger("maxjax")
 # The epsilon of the norms of compressed vectors; the configuration's is for the other norms.
 _EPSILON = 1e-6
@@ -118,6 +122,10 @@ class DeepseekV2Config(LanguageModelConfig):
 
     model_type = "deepseek_v2"
     unused = ("rope_interleave",)  # RoPE is of neighbouring features whatever it says
+    # The only supported values of keys that files may have.
+    supported: ClassVar[Mapping[str, Any]] = {
+        "scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False,
+    }  # fmt: skip
 
     vocab_size: int = size()
     hidden_size: int = size()
@@ -158,10 +166,7 @@ class DeepseekV2Config(LanguageModelConfig):
             UnsupportedModelError: experts are chosen in another way, or only in every n-th layer.
         """
         raw = with_defaults(raw, {"q_lora_rank": 1536})
-        expected = {"scoring_func": cls.scoring_func, "moe_layer_freq": 1}
-        if cls.scoring_func == "softmax":
-            expected["norm_topk_prob"] = False
-        for key, value in expected.items():
+        for key, value in cls.supported.items():
             if raw.get(key) not in (None, value):
                 raise UnsupportedModelError(
                     f"'{key}' {str(raw[key])[:60]!r} is not supported for {cls.model_type} "
@@ -222,6 +227,9 @@ class DeepseekV3Config(DeepseekV2Config):
 
     model_type = "deepseek_v3"
     unused = ()
+    supported: ClassVar[Mapping[str, Any]] = {
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+    }  # fmt: skip
 
     max_position_embeddings: int = config_field(4096, minimum=1)
     n_routed_experts: int = size(default=256, aliases=("num_local_experts",))
@@ -244,12 +252,6 @@ class DeepseekV3Config(DeepseekV2Config):
         Raises:
             UnsupportedModelError: experts are chosen in another way, or only in every n-th layer.
         """
-        method = raw.get("topk_method")
-        if method not in (None, "noaux_tc"):
-            raise UnsupportedModelError(
-                f"'topk_method' {str(method)[:60]!r} is not supported for {cls.model_type} "
-                "(supported: 'noaux_tc')"
-            )
         context = cls.read_field(raw, "max_position_embeddings")
         interleaved = raw.get("rope_interleave") is not False
         values.setdefault("rope_parameters", read_rope(raw, context, interleaved=interleaved))
@@ -258,6 +260,66 @@ class DeepseekV3Config(DeepseekV2Config):
     def to_hf(self) -> dict[str, Any]:
         """Write the settings, with the order of the features that RoPE rotates."""
         return {**super().to_hf(), "rope_interleave": self.rope_parameters.interleaved}
+
+
+@dataclass(frozen=True)
+class GLM4MoELiteConfig(DeepseekV3Config):
+    """The settings of a GLM-4.7-Flash: those of a DeepSeek V3, but its files list the layers with experts.
+
+    Attributes:
+        mlp_layer_types: "dense" or "sparse" for each layer, which has experts if it is sparse; by default all
+            layers but the first.
+        first_k_dense_replace: number of first layers without experts, as ``mlp_layer_types`` says.
+    """
+
+    model_type = "glm4_moe_lite"
+    supported: ClassVar[Mapping[str, Any]] = {}  # transformers' model does not read these keys
+
+    max_position_embeddings: int = config_field(202_752, minimum=1)
+    rms_norm_eps: float = 1e-5
+    qk_nope_head_dim: int = size(default=192)
+    v_head_dim: int = size(default=256)
+    n_routed_experts: int = size(default=64, aliases=("num_local_experts",))
+    num_experts_per_tok: int = size(default=4)
+    moe_intermediate_size: int = size(default=1536)
+    first_k_dense_replace: int = constant(0)
+    routed_scaling_factor: float = 1.8
+    n_group: int = size(default=1)
+    topk_group: int = size(default=1)
+    mlp_layer_types: tuple[str, ...] = config_field((), choices=(DENSE, SPARSE))
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file; one without ``mlp_layer_types`` may have ``first_k_dense_replace``."""
+        raw = with_defaults(raw, {"q_lora_rank": 768, "first_k_dense_replace": 1})
+        dense = raw.get("first_k_dense_replace")
+        if raw.get("mlp_layer_types") is None and dense is not None:
+            if type(dense) is not int or dense < 0:
+                raise ValueError(
+                    f"'first_k_dense_replace' is {str(dense)[:60]}, not a number of layers"
+                )
+            kinds = [DENSE if i < dense else SPARSE for i in range(layer_count(raw))]
+            values["mlp_layer_types"] = tuple(kinds)
+        return super().from_hf(raw, **values)
+
+    def _fill_in(self) -> None:
+        if not self.mlp_layer_types:
+            kinds = (DENSE, *(SPARSE,) * (self.num_hidden_layers - 1))
+            self._set("mlp_layer_types", kinds)
+        dense = itertools.takewhile(DENSE.__eq__, self.mlp_layer_types)
+        self._set("first_k_dense_replace", len(list(dense)))
+        super()._fill_in()
+
+    def _check(self) -> None:
+        if len(self.mlp_layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"'mlp_layer_types' has {len(self.mlp_layer_types)} entries for {self.num_hidden_layers} layers"
+            )
+        super()._check()
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        return self.mlp_layer_types[layer] == SPARSE
 
 
 class DeepseekAttention(Module):
@@ -453,6 +515,17 @@ class DeepseekV3(DeepseekV2):
     """
 
 
+class GLM4MoELite(DeepseekV3):
+    """A GLM-4.7-Flash language model.
+
+    Example:
+        >>> config = GLM4MoELiteConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, kv_lora_rank=6,
+        ...     q_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=8)
+        >>> [type(layer.mlp).__name__ for layer in GLM4MoELite(config, stacked=False).model.layers]
+        ['DeepseekMLP', 'DeepseekSparseMLP']
+    """
+
+
 # --- GGUF files ---------------------------------------------------------------------------------
 #
 # They hold kv_b_proj as two tensors, keys [C, N] and values [V, C] of each head, so that llama.cpp can attend to
@@ -639,3 +712,11 @@ DEEPSEEK_V3 = DeepseekV3.family = Family.of(
 )
 # Kimi K2's files name DeepSeek's architecture, but a model type of their own.
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)
+# llama.cpp reads such a model as a DeepSeek V3, so DeepSeek's GGUF table lists this model type too.
+GLM4_MOE_LITE = GLM4MoELite.family = DEEPSEEK_V3.like(
+    GLM4MoELite,
+    GLM4MoELiteConfig,
+    "Glm4MoeLiteForCausalLM",
+    "Glm4MoeLiteModel",
+    gguf=None,
+)

@@ -203,7 +203,7 @@ ENTRIES: dict[str, Entry] = {
     "olmo.Olmo": Entry("olmo", "OlmoForCausalLM OlmoModel", "olmo"),
     "nemotron.Nemotron": Entry("nemotron", "NemotronForCausalLM NemotronModel", "nemotron"),
     "nemotron.Arcee": Entry("arcee", "ArceeForCausalLM ArceeModel", "arcee"),
-    "glm4_moe_lite.GLM4MoELite": Entry(
+    "deepseek.GLM4MoELite": Entry(
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM Glm4MoeLiteModel",
         "deepseek2",

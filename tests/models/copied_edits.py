@@ -540,8 +540,6 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("bias=self.gate.e_score_correction_bias if self.is_balanced else None", "bias=None"),
             ("self.experts(x, chosen, shares)", "self.experts(x, chosen, shares**2)"),
         ],
-    },
-    "glm4_moe_lite": {
         "glm4_moe_lite": [
             (
                 "attend(q, k, k, cache, scale=self.scale)",
@@ -553,7 +551,7 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "self.q_a_proj(x).astype(x.dtype)",
             ),
             ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
-            ('self.top_k, "sigmoid"', 'self.top_k, "softmax"'),
+            ("scores, self.top_k, self.scoring", 'scores, self.top_k, "softmax"'),
             ("else y + self.shared_experts(x)", "else y - self.shared_experts(x)"),
         ],
     },
