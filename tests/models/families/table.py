@@ -20,33 +20,32 @@ from tests.models.families.cases import Case, every
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 _CAPS = "attn_soft_cap logit_soft_cap attn_logit_softcapping final_logit_softcapping".split()
+_QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
 _HEAD = ("Family", "Architecture", "GGUF", "Features")
 
 
 def features(model: Any) -> list[str]:
     """What one model has that a Llama has not."""
     config, count = model.config, model.config.num_hidden_layers
-    below = list(model.named_modules())
-    attention = [m for _, m in below if hasattr(m, "mask")]
+    modules = [module for _, module in model.named_modules()]
     kept = [kind for i in range(count) for kind in config.states(i).values()]
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope", None)
-    in_chunks = any(getattr(getattr(a, "mask", a), "chunked", False) for a in attention)
+    in_chunks = any(getattr(getattr(m, "mask", None), "chunked", False) for m in modules)
     caps = [getattr(config, name, None) for name in _CAPS]
     found = {
         "experts": any(".experts." in name for name in model.raw_state_dict()),
         "sliding windows": any(config.window(i) for i in range(count)) and not in_chunks,
         "attention in chunks": in_chunks,
-        "attention sinks": any(getattr(a, "sinks", None) is not None for a in attention),
+        "attention sinks": any(getattr(m, "sinks", None) is not None for m in modules),
         "latent attention": any(isinstance(kind, LatentVectors) for kind in kept),
         "recurrent layers": any(isinstance(kind, States) for kind in kept),
         "shared caches": any(isinstance(kind, Shared) for kind in kept),
         "norms of queries and keys": any(
-            a.q_norm is not None for a in attention if hasattr(a, "q_norm")
+            getattr(m, name, None) is not None for m in modules for name in _QUERY_NORMS
         ),
         "partial RoPE": rope is not None and rope.part < 1,
         "RoPE of neighbours": rope is not None and rope.interleaved,
-        "layers without RoPE": bool(getattr(config, "rotates", ()))
-        or not all(getattr(a, "uses_rope", True) for a in attention),
+        "layers without RoPE": not all(getattr(m, "uses_rope", True) for m in modules),
         "soft caps": any(caps),
     }
     return [name for name, has in found.items() if has]
