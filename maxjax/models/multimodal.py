@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import UnsupportedModelError
-from .names import MULTIMODAL, Names
 
-_TEXT = Names(*MULTIMODAL)
-T = TypeVar("T")
 # Keys outside ``text_config`` that apply to the text model too.
 _TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
 # Keys that mean the same as another one, which files may have instead.
@@ -209,14 +206,6 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def is_multimodal(raw: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of a multimodal model whose text model is known."""
     return text_settings(raw) is not raw
-
-
-def text_tensors(raw: Mapping[str, Any], tensors: Mapping[str, T]) -> Mapping[str, T]:
-    """The tensors of a multimodal checkpoint's text model, by its own names; of any other, all unchanged."""
-    if not is_multimodal(raw):
-        return tensors
-    named = {_TEXT.model_name(name): value for name, value in tensors.items()}
-    return {name: value for name, value in named.items() if name is not None}
 
 
 def _without_sections(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -340,13 +340,15 @@ class LanguageModelConfig(ArchitectureConfig):
             raise ValueError(
                 f"'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {kv_heads}"
             )
-        self._check_activation()
-        self._check_layer_types()
+        super()._check()
+        self._check_experts()
+
+    def _check_layer_types(self) -> None:
+        """Raise ValueError if ``layer_types`` does not fit the number of layers or lacks the size of the window."""
+        super()._check_layer_types()
         kinds = getattr(self, "layer_types", None)
         if SLIDING in (kinds or ()) and getattr(self, "sliding_window", None) is None:
             raise ValueError("layers have a sliding window, but 'sliding_window' is missing")
-        self._check_ropes()
-        self._check_experts()
 
     def _check_experts(self) -> None:
         """Raise ValueError if a token chooses more experts than a layer has."""

@@ -337,10 +337,9 @@ class LanguageModel(Scored, PretrainedModel):
         """
         ids = self._checked(ids, None)
         counts = self._counts(lengths, ids.shape[0])
-        if counts is not None:  # the padding must not affect anything, not even with NaN
-            real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
-            ids = jnp.where(real, ids, 0)
         view = self._view(self._inner_cache(*ids.shape), counts, ids.shape[1])
+        if view.context.real is not None:  # the padding must not affect anything, not even with NaN
+            ids = jnp.where(view.context.real, ids, 0)
         self._check_positions(view.context.ends, ids.shape[1] if counts is None else None)
         is_step = view.context.is_step
         x = self.hidden_states(ids[:, 0] if is_step else ids, view)[0]
