@@ -44,10 +44,23 @@ _NO_LIMIT = 10**9
 
 
 class Encoding(NamedTuple):
-    """The token ids of a text, and the segment (0 or 1) of a text pair that each belongs to."""
+    """The tokens of a text or of a text pair, with one item per token in each list.
+
+    Attributes:
+        ids: the token ids.
+        type_ids: the segment (0 or 1) of a text pair, as the model takes it.
+        offsets: the start and end of the token in its text, in characters; (0, 0) for special tokens that
+            the tokenizer has added. None unless the call asked for offsets, as are the following.
+        sequence_ids: the text (0 or 1) of a text pair that the token is from; None for an added special token.
+        word_ids: the index of the word of its text, as the tokenizer splits it into words; None for an
+            added special token.
+    """
 
     ids: list[int]
     type_ids: list[int]
+    offsets: list[tuple[int, int]] | None = None
+    sequence_ids: list[int | None] | None = None
+    word_ids: list[int | None] | None = None
 
 
 class BatchEncoding(NamedTuple):
@@ -127,7 +140,8 @@ class Tokenizer:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Raise an error: the tokenizers of transformers are called, those of maxjax have methods."""
         raise TypeError(
-            "a tokenizer of maxjax is not called: tokenizer.encode(text) returns token ids, and "
+            "a tokenizer of maxjax is not called: tokenizer.encode(text) returns token ids, "
+            "tokenizer.tokens(texts, offsets=True) also where they are in the text, and "
             "tokenizer.batch(texts) the padded ids of several texts"
         )
 
@@ -189,7 +203,12 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def tokens(
-        self, texts: Iterable[str], *, max_length: int | None = None, special: bool = True
+        self,
+        texts: Iterable[str],
+        *,
+        max_length: int | None = None,
+        special: bool = True,
+        offsets: bool = False,
     ) -> list[Encoding]:
         """Encodes texts, with the special tokens that the model expects.
 
@@ -199,15 +218,21 @@ class Tokenizer:
                 are truncated, at the end or where ``truncation_side`` of the files says. By default no
                 text is truncated.
             special: whether special tokens are added around each text.
+            offsets: whether to return where each token is in its text (``return_offsets_mapping`` in transformers),
+                and its word.
 
         Raises:
             TypeError: a text is not a str, or ``texts`` is a single str.
             UserInputError: a text is not valid Unicode, or cannot be tokenised.
         """
-        return self._encoded(checked_texts(texts), max_length, special)
+        return self._encoded(checked_texts(texts), max_length, special, offsets)
 
     def pairs(
-        self, pairs: Iterable[tuple[str, str]], *, max_length: int | None = None
+        self,
+        pairs: Iterable[tuple[str, str]],
+        *,
+        max_length: int | None = None,
+        offsets: bool = False,
     ) -> list[Encoding]:
         """Encodes text pairs as one row of tokens each, with the special tokens around and between them.
 
@@ -215,19 +240,52 @@ class Tokenizer:
             pairs: any number of pairs of texts.
             max_length: the largest number of tokens of a pair, special tokens included; in a longer pair
                 the longer text is truncated first. By default no pair is truncated.
+            offsets: as for :meth:`tokens`; each offset is in the token's own text.
 
         Raises:
             TypeError, UserInputError: as for :meth:`tokens`.
         """
-        rows: Iterable[Any] = (() if isinstance(p, str) else p for p in pairs)  # "ab" is none
-        try:
-            listed = [(first, second) for first, second in rows]
-        except (TypeError, ValueError):
-            raise TypeError("pairs must be a list of pairs of texts: [(a, b), …]") from None
-        checked_texts([text for pair in listed for text in pair])
-        return self._encoded(listed, max_length, True)
+        return self._encoded(_checked_pairs(pairs), max_length, True, offsets)
 
-    def _encoded(self, texts: list[Any], max_length: int | None, special: bool) -> list[Encoding]:
+    def windows(
+        self, texts: Iterable[Any], *, max_length: int, stride: int = 0
+    ) -> list[list[Encoding]]:
+        """Encodes each text as one or several windows of at most ``max_length`` tokens, with offsets.
+
+        Args:
+            texts: texts, or pairs of texts. Of a pair the second text is split, and each window has the whole first.
+            max_length: the largest number of tokens of a window, special tokens included.
+            stride: the number of tokens that a window shares with the next one.
+
+        Raises:
+            TypeError, UserInputError: as for :meth:`tokens`; or ``stride`` leaves no room for new tokens, or
+                the first text of a pair for the second.
+        """
+        listed = texts if isinstance(texts, str) else list(texts)
+        is_pair = bool(listed) and not isinstance(listed[0], str)
+        checked: list[Any] = _checked_pairs(listed) if is_pair else checked_texts(listed)
+        room = max_length - self._backend.num_special_tokens_to_add(is_pair)
+        if not 0 <= stride < room:
+            raise UserInputError(f"stride must be from 0 to {room - 1}, not {stride}")
+        if is_pair:
+            for i, first in enumerate(self.tokens([a for a, _ in checked], special=False)):
+                if len(first.ids) + stride >= room:
+                    raise UserInputError(
+                        f"the first text of pair {i} has {len(first.ids)} tokens; at most "
+                        f"{room - stride - 1} leave room for the second: shorten it"
+                    )
+        with self._lock:
+            which = "only_second" if is_pair else "only_first"
+            self._truncate_to(max_length, is_pair, stride=stride, strategy=which)
+            try:
+                found = guarded(self._backend.encode_batch, checked, False, True)
+            finally:
+                self._backend.no_truncation()
+        return [[self._encoding(one, True) for one in (row, *row.overflowing)] for row in found]
+
+    def _encoded(
+        self, texts: list[Any], max_length: int | None, special: bool, offsets: bool
+    ) -> list[Encoding]:
         with self._lock:
             if max_length is not None:
                 self._truncate_to(max_length, bool(texts) and isinstance(texts[0], tuple))
@@ -235,15 +293,19 @@ class Tokenizer:
                 encodings = guarded(self._backend.encode_batch, texts, False, special)
             finally:
                 self._backend.no_truncation()
-        if self._has_types:
-            return [Encoding(encoding.ids, encoding.type_ids) for encoding in encodings]
-        return [Encoding(encoding.ids, [0] * len(encoding.ids)) for encoding in encodings]
+        return [self._encoding(encoding, offsets) for encoding in encodings]
 
-    def _truncate_to(self, max_length: int, is_pair: bool) -> None:
+    def _encoding(self, found: Any, offsets: bool) -> Encoding:
+        types = found.type_ids if self._has_types else [0] * len(found.ids)
+        if not offsets:
+            return Encoding(found.ids, types)
+        return Encoding(found.ids, types, found.offsets, found.sequence_ids, found.word_ids)
+
+    def _truncate_to(self, max_length: int, is_pair: bool, **options: Any) -> None:
         least = self._backend.num_special_tokens_to_add(is_pair) + 1
         if max_length < least:
             raise UserInputError(f"max_length must be at least {least}, not {max_length}")
-        self._backend.enable_truncation(max_length, direction=self._truncated_side)
+        self._backend.enable_truncation(max_length, direction=self._truncated_side, **options)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of one text. The errors are those of :meth:`tokens`."""
@@ -333,6 +395,16 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, max_length={self.max_length})"
+
+
+def _checked_pairs(pairs: Iterable[Any]) -> list[tuple[str, str]]:
+    rows: Iterable[Any] = (() if isinstance(p, str) else p for p in pairs)  # "ab" is none
+    try:
+        listed = [(first, second) for first, second in rows]
+    except (TypeError, ValueError):
+        raise TypeError("pairs must be a list of pairs of texts: [(a, b), …]") from None
+    checked_texts([text for pair in listed for text in pair])
+    return listed
 
 
 def load_tokenizer(
