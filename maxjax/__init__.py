@@ -78,6 +78,7 @@ if _TYPE_CHECKING:
     from .rendering.attention import draw_attention as draw_attention
     from .storage.limits import Limits as Limits
     from .text.chat import apply_chat_template as apply_chat_template
+    from .text.chat import tokenize_chat as tokenize_chat
     from .text.tokenizer.tokenizer import load_tokenizer as load_tokenizer
 
 __getattr__, __dir__, _names = _attributes(
@@ -118,7 +119,7 @@ __getattr__, __dir__, _names = _attributes(
         "nn.layer.replacing": "replace",
         "rendering.attention": "draw_attention",
         "storage.limits": "Limits",
-        "text.chat": "apply_chat_template",
+        "text.chat": "apply_chat_template tokenize_chat",
         "text.tokenizer.tokenizer": "load_tokenizer",
     },
 )

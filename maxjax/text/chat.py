@@ -1,6 +1,7 @@
 """``apply_chat_template``: formats the messages of a chat as the prompt its model was trained on.
 
-The result is the same as that of ``apply_chat_template`` in transformers.
+``tokenize_chat`` encodes it too, and says which tokens the assistant wrote. The results are the same as those of
+``apply_chat_template`` in transformers.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..errors import UserInputError, some
+import numpy as np
+
+from ..errors import UnknownArgumentError, UserInputError, some
 from .template.function_schema import function_schema
-from .template.render import fields_of, render
+from .template.render import Rendered, fields_of, render, rendered
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -22,6 +25,7 @@ _END = "END_OF_THE_MESSAGE_TO_CONTINUE "
 # Matches a template that has something to write where a message's content is None, as DeepSeek R1's does.
 # One that only asks whether it is not None, as RWKV's does, gets no content, as in transformers.
 _READS_NONE = re.compile(r"""content['"]?\]?\s+is\s+none\b""", re.IGNORECASE)
+_MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def apply_chat_template(
@@ -58,7 +62,8 @@ def apply_chat_template(
         UserInputError: there is no message, no tokenizer or no template; the template rejects the messages, fails, or
             exceeds its time or memory; a function cannot be described; or the template does not show
             the last message, which is to be continued, as it is.
-        TypeError: a message is not a dict, or an argument has another type.
+        TypeError: a message is not a dict, or an argument has another type; or ``return_assistant_tokens_mask``
+            is passed, which :func:`tokenize_chat` does.
 
     Example:
         >>> class Tiny:
@@ -67,6 +72,102 @@ def apply_chat_template(
         >>> apply_chat_template(Tiny(), [{"role": "user", "content": "Hi"}])
         '<s>Hi'
     """
+    if kwargs.get("return_assistant_tokens_mask"):
+        raise UnknownArgumentError(
+            "maxjax.apply_chat_template() got an unexpected keyword argument 'return_assistant_tokens_mask': "
+            "use maxjax.tokenize_chat(tokenizer, messages)"
+        )
+    key = continue_final_message if isinstance(continue_final_message, str) else "content"
+    values = {
+        **kwargs,
+        "add_generation_prompt": add_generation_prompt and not continue_final_message,
+    }
+    use = functools.partial(_continued, key=key) if continue_final_message else render
+    return _applied(use, tokenizer, messages, tools, documents, chat_template, values)
+
+
+class TokenizedChat(NamedTuple):
+    """The tokens of a chat, and which of them the assistant wrote.
+
+    Attributes:
+        input_ids: the token ids.
+        assistant_mask: 1 for each token that has text of the assistant, 0 for others.
+    """
+
+    input_ids: list[int]
+    assistant_mask: list[int]
+
+
+def tokenize_chat(
+    tokenizer: Any,
+    messages: Iterable[Any],
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    **kwargs: Any,
+) -> TokenizedChat:
+    """Formats the messages of a chat and encodes them, with the mask of the assistant's tokens, for training.
+
+    What the assistant writes is what the template has in ``{% generation %}`` blocks. It is
+    ``apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)`` of transformers.
+
+    Args:
+        tokenizer, messages, tools, documents, chat_template, kwargs: as for :func:`apply_chat_template`.
+        add_generation_prompt: whether the chat ends with the header of an answer.
+
+    Raises:
+        UserInputError: as for :func:`apply_chat_template`; or the template has no ``{% generation %}`` block, or
+            one in a macro.
+        TypeError: as for :func:`apply_chat_template`.
+
+    Example:
+        >>> from maxjax.text.tokenizer.tokenizer import load_tokenizer
+        >>> template = (
+        ...     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} {% else %}"
+        ...     "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+        ... )
+        >>> chat = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
+        >>> tokenize_chat(load_tokenizer("tiny"), chat, chat_template=template)
+        TokenizedChat(input_ids=[18, 12, 19, 222, 20], assistant_mask=[0, 0, 0, 0, 1])
+    """
+    if kwargs.pop("continue_final_message", False):
+        raise UserInputError("continue_final_message is not supported for tokenize_chat")
+
+    def use(template: str, values: dict[str, Any]) -> Rendered:
+        if not _MARKS_ANSWERS.search(template):
+            raise UserInputError(
+                "the chat template has no {% generation %} block, so it does not say what the assistant writes: "
+                "pass chat_template= with {% generation %} and {% endgeneration %} around its messages"
+            )
+        return rendered(template, values)
+
+    values = {**kwargs, "add_generation_prompt": add_generation_prompt}
+    chat = _applied(use, tokenizer, messages, tools, documents, chat_template, values)
+    if any(not chat.text.startswith(text, at) for at, text in chat.answers):
+        raise UserInputError(
+            "the chat template has a {% generation %} block in a macro or a block that is kept first, so the "
+            "place of the assistant's text is not known: write the block outside of it"
+        )
+    (row,) = tokenizer.tokens([chat.text], special=False, offsets=True)
+    starts, ends = np.array(row.offsets, np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(row.ids), bool)
+    for at, text in chat.answers:
+        mask |= (starts < at + len(text)) & (ends > at)
+    return TokenizedChat(row.ids, mask.astype(int).tolist())
+
+
+def _applied(
+    use: Callable[[str, dict[str, Any]], Any],
+    tokenizer: Any,
+    messages: Iterable[Any],
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    chat_template: str | None,
+    values: Mapping[str, Any],
+) -> Any:
+    """What ``use`` makes of the template and its variables."""
     listed = _listed("messages", messages, "dicts with 'role' and 'content'")
     if not listed:
         raise UserInputError("the chat is empty: pass at least one message")
@@ -77,13 +178,10 @@ def apply_chat_template(
     template = _template_source(tokenizer, chat_template, tools)
     values = {
         **tokenizer.special_tokens,
-        **kwargs,
+        **values,
         "tools": _dicts("tools", tools if tools is None else _schemas(tools)),
         "documents": _dicts("documents", documents),
-        "add_generation_prompt": add_generation_prompt and not continue_final_message,
     }
-    key = continue_final_message if isinstance(continue_final_message, str) else "content"
-    use = functools.partial(_continued, key=key) if continue_final_message else render
     messages = [_message(i, message, {"content"}) for i, message in enumerate(listed)]
     if any("content" in m and m["content"] is None for m in messages):
         if _READS_NONE.search(template):

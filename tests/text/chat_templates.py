@@ -284,6 +284,52 @@ MORE = """{%- macro say(who, what='') -%}
 {{ 'a-b-c'.split('-') | reverse | list }} {{ {'k': 1}.items() | list }} {{ '-'.join(['p', 'q']) }} {{ "x".center(5) }}
 """
 
+# With {% generation %} blocks around what the assistant writes.
+MARKED = {
+    "ChatML": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "Llama 3": """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {%- if message.tool_calls %}{{- message.tool_calls[0].function | tojson }}{%- endif %}
+            {{- message.content | trim + eos_token -}}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message.content | string + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
+""",
+    "reasoning": """{% for m in messages %}
+{% if m.role == "assistant" %}
+<a>{% generation %}
+{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}
+{{ m.content }}
+{% endgeneration %}
+{% else %}<u>{{ m.content }}
+{% endif %}{% endfor %}""",
+    "no space between": (
+        "{% for m in messages %}{{ m.role[:3] }}{% if m.role == 'assistant' %}{%generation%}{{ m.content }}"
+        "{%endgeneration%}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "macros within": (
+        "{% macro say(m) %}[{{ m.role }}] {{ m.content }}{% endmacro %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ say(m) }}{% endgeneration %}"
+        "{% else %}{{ say(m) }}{% endif %}{% endfor %}"
+    ),
+    "none of the chat": "{% if false %}{% generation %}x{% endgeneration %}{% endif %}{{ messages[0].content }}",
+}
+
 ALL = {
     "ChatML": CHATML, "Llama 2": LLAMA2, "Llama 3": LLAMA3, "Qwen 2.5": QWEN25, "Qwen 3": QWEN3, "Mistral": MISTRAL,
     "Gemma": GEMMA, "all that may be used": MORE,

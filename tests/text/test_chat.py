@@ -18,7 +18,7 @@ from maxjax.errors import (
     UserInputError,
 )
 from maxjax.models.gguf import gguf_tokenizer_metadata
-from maxjax.text.chat import apply_chat_template
+from maxjax.text.chat import apply_chat_template, tokenize_chat
 from maxjax.text.template import sandbox
 from maxjax.text.template.render import render
 from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
@@ -180,6 +180,61 @@ def test_tokens_are_those_of_transformers_and_begin_once(tokenizer, oracle):
         assert found == expected
     assert found[0] == tokenizer.bos_id and found.count(tokenizer.bos_id) == 1
     assert tokenizer.encode("x")[0] == tokenizer.bos_id  # which it puts before other texts
+
+
+@pytest.mark.parametrize("name", chat_templates.MARKED)
+def test_tokens_of_the_assistant_are_those_of_transformers(name, tokenizer, oracle):
+    template, compared = chat_templates.MARKED[name], 0
+    options = [{}, {"add_generation_prompt": True}, {"tools": TOOLS, "extra": 1}]
+    cases = [(chat, more) for chat in CHATS.values() for more in options]
+
+    def answer(chat, more):
+        more = {"add_generation_prompt": False, **more, "return_assistant_tokens_mask": True}
+        found, error = theirs(oracle, chat, template, tokenize=True, return_dict=True, **more)
+        return None if error else [found["input_ids"], found["assistant_masks"]]
+
+    answers = recorded(lambda: [answer(*case) for case in cases])
+    for (chat, more), expected in zip(cases, answers, strict=True):
+        if expected is None:
+            with pytest.raises(UserInputError):
+                tokenize_chat(tokenizer, chat, chat_template=template, **more)
+            continue
+        found = tokenize_chat(tokenizer, chat, chat_template=template, **more)
+        assert list(found) == expected
+        if name != "none of the chat":
+            assert any(found.assistant_mask) == any(m["role"] == "assistant" for m in chat)
+        compared += 1
+    assert compared >= 18
+
+
+def test_the_mask_selects_what_the_assistant_wrote(tokenizer):
+    template = chat_templates.MARKED["ChatML"]
+    chat = [
+        USER,
+        {"role": "assistant", "content": "é 猫 85."},
+        USER,
+        {"role": "assistant", "content": "no"},
+    ]
+    found = tokenize_chat(tokenizer, chat, chat_template=template)
+    kept = [i for i, is_kept in zip(*found, strict=True) if is_kept]
+    assert tokenizer.decode(kept) == "é 猫 85.<|im_end|>no<|im_end|>"
+
+
+def test_a_template_that_does_not_mark_answers_is_refused(tokenizer):
+    for template in (chat_templates.CHATML, "{# {% generate %} #}{{ messages[0].content }}"):
+        with pytest.raises(UserInputError, match=r"has no \{% generation %\} block"):
+            tokenize_chat(tokenizer, [USER, ANSWER], chat_template=template)
+    inside = (
+        "{% macro say(m) %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}{{ say(m) }}{% endfor %}"
+    )
+    with pytest.raises(UserInputError, match="in a macro"):
+        tokenize_chat(tokenizer, [USER, ANSWER], chat_template=inside)
+    assert "85" in apply_chat_template(tokenizer, [USER, ANSWER], chat_template=inside)
+    with pytest.raises(UserInputError, match="continue_final_message"):
+        tokenize_chat(tokenizer, [USER, ANSWER], continue_final_message=True)
+    with pytest.raises(TypeError, match="maxjax.tokenize_chat"):
+        apply_chat_template(tokenizer, [USER], return_assistant_tokens_mask=True)
 
 
 # --- where templates are ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,18 @@ _MAX_CHARACTERS = 1 << 20  # published templates have some thousands
 _SECONDS = 60.0
 _LATE = f"it ran for more than {_SECONDS:g} seconds"
 _NESTED = "a message is nested too deeply, or in itself"
+
+
+class Rendered(NamedTuple):
+    """A prompt, and what ``{% generation %}`` blocks wrote of it.
+
+    Attributes:
+        text: the prompt.
+        answers: the index in the prompt at which each block began, and its text.
+    """
+
+    text: str
+    answers: list[tuple[int, str]]
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -41,6 +53,16 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         ...
         maxjax.errors.UserInputError: the chat template says: roles must alternate
     """
+    return rendered(template, values).text
+
+
+def rendered(template: str, values: Mapping[str, Any]) -> Rendered:
+    """Renders a template as :func:`render`, and returns also what its ``{% generation %}`` blocks wrote.
+
+    Example:
+        >>> rendered("[user] Hi {% generation %}Hello{% endgeneration %}", {})
+        Rendered(text='[user] Hi Hello', answers=[(10, 'Hello')])
+    """
     from .budget import Budget
     from .thread import Stopped, run_until
 
@@ -52,22 +74,22 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     budget = Budget()
     try:
         given = {key: plain(value) for key, value in values.items()}
-        text, error = run_until(
+        found, error = run_until(
             lambda: _rendered(template, given, budget), _SECONDS, lambda: budget.stop(_LATE)
         )
     except Stopped as stopped:
-        text, error = None, f"does too much: {str(stopped) or _LATE}"
+        found, error = None, f"does too much: {str(stopped) or _LATE}"
     except RecursionError:
-        text, error = None, f"or {_NESTED}"
+        found, error = None, f"or {_NESTED}"
     except Exception as caught:  # objects in the messages may raise anything
-        text, error = None, f"failed: {type(caught).__name__}: {caught}"
-    if text is None:
+        found, error = None, f"failed: {type(caught).__name__}: {caught}"
+    if found is None:
         raise UserInputError(_line(f"the chat template {error}"))
-    return text
+    return found
 
 
-def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[str | None, str]:
-    """The text and "", or None and the problem, whose message may itself take long to make."""
+def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[Rendered | None, str]:
+    """The result and "", or None and the problem, whose message may itself take long to make."""
     import jinja2
 
     from . import budget as template_budget
@@ -75,7 +97,7 @@ def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[str | 
     template_budget.use(budget)
     try:
         budget.learn(given, template)
-        return _compiled(template).render(given), ""
+        return Rendered(*_sandbox().rendered(_compiled(template), given)), ""
     except template_budget.TooMuchError as error:
         return None, f"does too much: {error}"
     except jinja2.TemplateSyntaxError as error:

@@ -15,7 +15,8 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
 from typing import Any
@@ -80,6 +81,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         budget().check()
         code = compile(source, "<template>", "exec")
         return self.template_class.from_code(self, code, self.make_globals(None))
+
+    def rendered(
+        self, template: jinja2.Template, values: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, str]]]:
+        """Renders a compiled template: the text, and the start and the text of each ``{% generation %}`` block."""
+        answers = _Answers()
+        _answers.set(answers)  # of this thread's context, which ends with it
+        parts = template.root_render_func(template.new_context(dict(values)))
+        return self.concat(answers.measured(parts)), answers.found
 
     def concat(self, parts: Iterable[str]) -> str:
         """Joins the text of a block, a macro or the whole template."""
@@ -344,8 +354,29 @@ class _TokenLimit(Extension):
             yield token
 
 
+class _Answers:
+    """What ``{% generation %}`` blocks have written, and where.
+
+    A block knows only what is written before it at the top level, as in transformers: within a macro or
+    another block whose text is kept first, the place is wrong.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.found: list[tuple[int, str]] = []
+
+    def measured(self, parts: Iterable[str]) -> Iterator[str]:
+        """The parts of a prompt. When the next one is made, ``size`` counts those before it."""
+        for part in parts:
+            self.size += len(part)
+            yield part
+
+
+_answers: ContextVar[_Answers | None] = ContextVar("maxjax_answers", default=None)
+
+
 class _Generation(Extension):
-    """``{% generation %}``, which marks a model's answers for training; here it has no effect."""
+    """``{% generation %}``, which marks a model's answers for training."""
 
     tags = {"generation"}
 
@@ -355,7 +386,10 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
     def _content(self, caller: Callable[[], str]) -> str:
-        return caller()
+        text = caller()
+        if (answers := _answers.get()) is not None:
+            answers.found.append((answers.size, text))
+        return text
 
 
 class _Dict:
