@@ -1,42 +1,35 @@
-"""``embed``: one vector for each text.
-
-Texts are sorted into batches of a few padded shapes, so that few programs are compiled whatever
-the texts are. An encoder's short texts lie end to end in rows (``packing``).
-"""
+"""``embed``: one vector for each text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ..dtype import DType
 from ..elsewhere import unknown_argument
 from ..errors import UnsupportedModelError, UserInputError, releasing
-from ..graph.placement.arrays import put, with_sharding
-from ..graph.placement.specs import batch_axes, mesh_of
+from ..graph.placement.arrays import with_sharding
+from ..graph.placement.specs import mesh_of
 from ..lockstep import Lockstep
-from ..models import Encoder, LanguageModel
+from ..models import LanguageModel
 from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool, unit
-from ..models.weights import check_loaded, model_facts, shardings_of
-from ..nn.layer.observe.programs import Watch, is_observed, tapped
+from ..models.weights import check_loaded, shardings_of
+from ..nn.layer.observe.programs import is_observed, tapped
 from ..nn.layer.walk import check_module
-from ..progress import compiling, task
 from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .isolation import isolated
-from .packing import LONGEST, PackedTokens, packed_batches, packed_tokens, places
+from .packing import PackedTokens, places
+from .rows import MIN_LENGTH, encoder_output, run_rows, text_limit
 from .sampling.settings import is_count, positive
-
-# The smallest padded length: shorter programs are hardly faster.
-_MIN_LENGTH = 16
 
 
 def embed(
@@ -174,111 +167,41 @@ def pooled_rows(
     """The pooled state of each row of tokens, float32 ``[rows, d]``, or the output of the model's head for it.
 
     Args:
-        model, tokenizer: the loaded model and its tokenizer.
-        rows: the tokens of each text or text pair, at most ``limit``.
-        together: the processes that make the call.
-        shown_as: text and unit of the progress bar.
-        batch_size: the largest number of rows in one batch.
-        limit: the largest number of tokens of a row.
+        model, tokenizer, rows, together, shown_as, batch_size, limit: as for ``run_rows``.
         pooling: modes, dense layers and normalisation.
         skipped: number of first tokens that are not pooled.
         head: whether the model's classification head is applied to the pooled states.
         answers: two token ids; a decoder's result is the logit of the first minus that of the second.
         facts: further options, which must be the same in all processes.
     """
-    _check_ids(model, rows)
-    if together.is_shared:
-        together.agree(
-            texts=[list(map(int, (*row.ids, -1, *row.type_ids))) for row in rows],
-            batch_size=batch_size, pooling=str(pooling), normalize=pooling.normalize,
-            skipped=skipped, limit=limit, tokenizer=tokenizer.digest, **facts, **model_facts(model),
-        )  # fmt: skip
-    mesh = mesh_of(list(shardings_of(model)))
     settings: dict[str, Any] = {
-        "modes": pooling.modes, "normalize": pooling.normalize, "skipped": skipped,
-        "gathered": NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None,
-    }  # fmt: skip
+        "modes": pooling.modes,
+        "normalize": pooling.normalize,
+        "skipped": skipped,
+    }
     if pooling.dense:
         settings["activations"] = tuple(dense.activation for dense in pooling.dense)
         settings["dense"] = [(dense.matrix, dense.vector) for dense in pooling.dense]
-        if not together.is_shared and mesh is None:
+        if not together.is_shared and mesh_of(list(shardings_of(model))) is None:
             settings["dense"] = jax.device_put(settings["dense"])
     if head:
         settings["head"], settings["answers"] = True, answers
-    watch = Watch(model)
-    packs = not watch.is_watched  # an observer of the model expects one text in each row
-    pending: list[_Pending] = []
-    ready = 0  # number of batches that are counted
-    with task(shown_as[0].format(len(rows)), len(rows), unit=shown_as[1]) as shown:
-        for members, slots, tokens in _batches_of(model, tokenizer, rows, batch_size, limit, packs):
-            numbers = [*members, *[-1] * (len(tokens[0]) - len(members))]
-            lengths = [len(rows[i].ids) if i >= 0 else 0 for i in numbers]
-            if mesh is not None:  # shard the batch over the data axes
-                split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, len(tokens[0]))))
-                tokens = jax.tree.map(partial(put, sharding=split), tokens)
-            if together.is_shared:
-                together.decide()  # a barrier: every process has this batch
-            with compiling("embed"):
-                vectors = watch.run(
-                    together, _encode, tokens, rows=numbers, counts=lambda _, n=lengths: n,
-                    width=tokens[0].shape[1], **settings,
-                )  # fmt: skip
-            # With several processes, none may dispatch more before this result is there.
-            vectors = together.fetch(vectors) if together.is_shared else vectors
-            pending.append(_Pending(members, slots, vectors))
-            while ready < len(pending) and pending[ready].is_ready():
-                shown.add(len(pending[ready].members))
-                ready += 1
-        if not rows:
-            width = jax.eval_shape(
-                partial(_encode, **settings), model, tokenizer.pad([], _MIN_LENGTH, 1)
-            ).shape[1]
-            return np.zeros((0, width), np.float32)
-        # Waiting begins only here: the devices compute while the host prepares batches.
-        result = np.empty((len(rows), pending[0].vectors.shape[1]), np.float32)
-        for number, (members, slots, vectors) in enumerate(pending):
-            result[members] = np.asarray(vectors)[slots]
-            shown.add(len(members) if number >= ready else 0)
+    facts = {
+        "pooling": str(pooling), "normalize": pooling.normalize, "skipped": skipped, **facts,
+    }  # fmt: skip
+    found = run_rows(
+        model, tokenizer, rows, together, shown_as, _encode,
+        batch_size=batch_size, limit=limit, facts=facts, **settings,
+    )  # fmt: skip
+    if not found:
+        width = jax.eval_shape(
+            partial(_encode, **settings), model, tokenizer.pad([], MIN_LENGTH, 1)
+        ).shape[1]
+        return np.zeros((0, width), np.float32)
+    result = np.empty((len(rows), found[0][1].shape[1]), np.float32)
+    for batch, vectors in found:
+        result[batch.members] = vectors[batch.slots]
     return result
-
-
-class _Pending(NamedTuple):
-    """The indices of a batch's texts, the slots of their vectors, and the vectors of all its slots."""
-
-    members: list[int]
-    slots: list[int]
-    vectors: Any
-
-    def is_ready(self) -> bool:
-        """Whether the vectors are computed."""
-        is_ready = getattr(self.vectors, "is_ready", None)  # NumPy's arrays have none
-        return is_ready is None or is_ready()
-
-
-def _batches_of(
-    model: Any,
-    tokenizer: Tokenizer,
-    rows: list[Encoding],
-    batch_size: int,
-    limit: int,
-    packs: bool,
-) -> Iterator[tuple[list[int], list[int], Any]]:
-    """Yields for each batch the indices of its texts, the slots of their vectors, and its tokens."""
-    lengths = [len(row.ids) for row in rows]
-    # Packed rows need position ids, and a mask of the pairs of tokens that see each other.
-    packs = packs and isinstance(model, Encoder)
-    short = [i for i, n in enumerate(lengths) if n <= LONGEST and packs]
-    for batch in packed_batches([lengths[i] for i in short], batch_size, limit):
-        found = [(i, k) for i, row in enumerate(batch.rows) for k in range(len(row))]
-        members = [short[batch.rows[i][k]] for i, k in found]
-        slots = [i * places(batch.length) + k for i, k in found]
-        yield members, slots, packed_tokens([rows[i] for i in short], batch, tokenizer.pad_id)
-    kept = set(short)
-    long = [i for i in range(len(rows)) if i not in kept]
-    for batch in batches([lengths[i] for i in long], batch_size, limit):
-        members = [long[i] for i in batch.members]
-        padded = tokenizer.pad([rows[i] for i in members], batch.length, batch.count)
-        yield members, list(range(len(members))), padded
 
 
 @partial(
@@ -302,22 +225,17 @@ def _encode(
     """The vectors; for a model that is observed, the vectors and what was recorded."""
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
     if isinstance(batch, PackedTokens):
-        seen = batch.numbers[:, :, None] == batch.numbers[:, None, :]  # [B, T, T]
-        types = batch.type_ids if model.takes_types else None
-        places = model.position_ids(batch.ids, batch.positions)
-        run = lambda: model(batch.ids, seen, types, places)
-        output, taps = tapped(model, patches, run)
+        output, taps = encoder_output(model, batch, patches)
         states = output.last_hidden_state.astype(dtype)
         pooled = _pooled(states, batch, modes, normalize and not dense, skipped)
     else:
         if isinstance(model, LanguageModel):
             lengths = jnp.sum(batch.attention_mask, axis=1)  # padding is at the right
             run = lambda: model.states(batch.input_ids, lengths=lengths)
+            states, taps = tapped(model, patches, run)  # [B, T, E]
         else:
-            types = batch.token_type_ids if getattr(model, "takes_types", True) else None
-            arrays = (batch.input_ids, batch.attention_mask, types)
-            run = lambda: model(*arrays).last_hidden_state  # [B, T, E]
-        states, taps = tapped(model, patches, run)
+            output, taps = encoder_output(model, batch, patches)
+            states = output.last_hidden_state
         mask = batch.attention_mask
         if skipped:  # the tokens of the prompt do not count
             at = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
@@ -402,13 +320,6 @@ def _tokens_of(tokenizer: Tokenizer, pooling: Pooling, prompt: str) -> int:
     return len(row.ids) - int(len(row.ids) > len(plain) and row.ids[-1:] != plain[-1:])
 
 
-def text_limit(model: Any, tokenizer: Tokenizer, pooling: Pooling) -> int:
-    """The largest number of tokens of a text, special tokens included."""
-    # As in sentence-transformers, a limit of the pooling's files takes the place of the tokenizer's.
-    own = tokenizer.max_length if pooling.max_length is None else pooling.max_length
-    return min(limit for limit in (model.max_length, own) if limit is not None)
-
-
 def _rows(
     tokenizer: Tokenizer, texts: Iterable[str], pooling: Pooling, limit: int, truncate: bool,
     prompt: str,
@@ -423,57 +334,3 @@ def _rows(
                 "shorten it, or pass truncate=True"
             )
     return rows
-
-
-def _check_ids(model: Any, rows: list[Encoding]) -> None:
-    """Raises an error for an id outside the embedding table, which would give NaN."""
-    size = model.config.vocab_size
-    highest = max((max(row.ids, default=0) for row in rows), default=0)
-    if highest >= size:
-        raise UserInputError(
-            f"the tokenizer gives the token id {highest}, but the vocabulary of the model has {size} "
-            "tokens: the tokenizer belongs to another model"
-        )
-
-
-# --- batches of few shapes ------------------------------------------------------------------
-
-
-class PaddedBatch(NamedTuple):
-    """The indices of the texts of a batch, and the shape ``[count, length]`` it is padded to."""
-
-    members: list[int]
-    count: int
-    length: int
-
-
-def batches(lengths: list[int], batch_size: int, limit: int) -> list[PaddedBatch]:
-    """Groups texts of similar length into batches.
-
-    Lengths are padded to powers of two, and counts to powers of four, so that the number of shapes
-    is bounded; one program is compiled for each.
-
-    Example:
-        >>> for batch in batches([5, 100, 7, 6], batch_size=2, limit=120):
-        ...     print(batch)
-        PaddedBatch(members=[0, 3], count=2, length=16)
-        PaddedBatch(members=[2], count=1, length=16)
-        PaddedBatch(members=[1], count=1, length=120)
-    """
-    buckets: dict[int, list[int]] = {}
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        padded = _at_least(lengths[i], _MIN_LENGTH, 2)
-        buckets.setdefault(min(padded, limit), []).append(i)
-    found = []
-    for length, members in buckets.items():
-        for start in range(0, len(members), batch_size):
-            part = members[start : start + batch_size]
-            found.append(PaddedBatch(part, min(_at_least(len(part), 1, 4), batch_size), length))
-    return found
-
-
-def _at_least(number: int, start: int, factor: int) -> int:
-    """The smallest of start, start · factor, start · factor², … that is at least ``number``."""
-    while start < number:
-        start *= factor
-    return start

@@ -22,7 +22,8 @@ from ..models.weights import check_loaded, shardings_of
 from ..nn.layer.walk import check_module
 from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
-from .embed import pooled_rows, text_limit
+from .embed import pooled_rows
+from .rows import text_limit
 from .sampling.settings import positive
 
 _PLACES = ("{query}", "{document}")

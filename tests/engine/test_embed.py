@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine.embed import _encode, batches, embed
+from maxjax.engine.embed import _encode, embed
 from maxjax.engine.load import load
+from maxjax.engine.rows import batches
 from maxjax.errors import UnsupportedModelError, UserInputError
 from maxjax.graph.weights import load_weights
 from maxjax.models import BertConfig, BertModel, build
