@@ -445,12 +445,12 @@ def _attention(q: Any, new: Any, cache: Any, lengths: Any) -> Any:
 
 def _attention_in_jnp(q: Any, new: Any, cache: Any, lengths: Any) -> Any:
     static = attention_module.Options(0.125, 0, 0.0, False, False)
-    none = jnp.zeros((1, 0))  # no rotation and no sinks
+    none = jnp.zeros((1, 0))  # no rotation, no sinks and no slopes
 
     def layer(i: Any, state: Any) -> Any:
         q, keys, values = state
         return tuple(attention_module.definition(
-            static, q, new, new, keys, values, i, lengths, none, none, none
+            static, q, new, new, keys, values, i, lengths, *[none] * 4
         ))  # fmt: skip
 
     grouped = q.reshape(1, new.shape[1], -1, q.shape[2])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from . import explicit
+from .alibi import bias_of_distance, checked_slopes
 from .blocked_attention import NO_KEY as NO_KEY
 from .blocked_attention import Attending, blocked_attention
 from .int8_rows import restored
@@ -119,6 +120,7 @@ def causal_attention(
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
     sinks: Any = None,
+    slopes: Any = None,
     repeats: int = 1,
     strided: bool = False,
     division: explicit.Division | None = None,
@@ -140,6 +142,8 @@ def causal_attention(
         soft_cap: bound of the scores, as for :func:`attention`.
         softmax_dtype: dtype that scores and softmax are computed in.
         sinks: attention sinks ``[H]``, as for :func:`attention`.
+        slopes: numbers ``[H]``; each times (key position - query position) is added to the head's scores,
+            after scale and cap (ALiBi, arXiv:2108.12409). None: no such bias.
         repeats: how many times each KV head is repeated before it meets the query heads. Used on a
             mesh that splits more query heads than there are KV heads.
         strided: whether a mesh axis splits the tokens (``Attending``).
@@ -171,21 +175,34 @@ def causal_attention(
     slots = cache[0].shape[3]
     at_once = _are_few(slots, query.shape[1]) and not _is_large(query, slots)
     sinks = checked_sinks(sinks, query.shape[2])
+    slopes = checked_slopes(slopes, query.shape[2])
 
     def run(
-        query: Any, sinks: Any, layer: Any, positions: Any, key_positions: Any, *cache: Any
+        query: Any,
+        sinks: Any,
+        slopes: Any,
+        layer: Any,
+        positions: Any,
+        key_positions: Any,
+        *cache: Any,
     ) -> jax.Array:
+        where = (layer, positions, key_positions)
         if not at_once:
-            found = blocked_attention(query, cache, layer, positions, key_positions, attending)
-            return _mean(*found, sinks)
+            return _mean(*blocked_attention(query, cache, *where, attending, slopes), sinks)
         keys, values = cached_rows(cache, layer, query.dtype, repeats)
         mask = attending.sees(positions[:, :, None], key_positions[:, None, :])
+        bias = None
+        if slopes is not None:
+            bias = bias_of_distance(slopes, positions, key_positions, attending.dtype)
         return _attention(
-            query, keys, values, mask[:, None], attending.scale, soft_cap, attending.dtype, sinks
-        )
+            query, keys, values, mask[:, None], attending.scale, soft_cap, attending.dtype, sinks,
+            bias,
+        )  # fmt: skip
 
     run = explicit.automatic(run, mesh, explicit.entries(query))
-    return run(query, sinks, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache)
+    return run(
+        query, sinks, slopes, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache
+    )
 
 
 def attention_weights(
@@ -287,12 +304,13 @@ def partial_attention(
     chunked: bool = False,
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
+    slopes: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`causal_attention` to a part of the keys, whose result can be merged with those of other parts.
 
     Args:
         query, cache, layer, positions, key_positions, scale, sliding_window, chunked, soft_cap,
-            softmax_dtype: as for :func:`causal_attention`.
+            softmax_dtype, slopes: as for :func:`causal_attention`.
 
     Returns:
         The result ``[B, T, H, D]``, and the log-sum-exp of each query's scores, ``[B, T, H]`` in
@@ -310,7 +328,8 @@ def partial_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     dtype = DType.of(softmax_dtype).np
     attending = Attending(scale, sliding_window, soft_cap, dtype, chunked=chunked)
-    return blocked_attention(query, cache, layer, positions, key_positions, attending)
+    slopes = checked_slopes(slopes, query.shape[2])
+    return blocked_attention(query, cache, layer, positions, key_positions, attending, slopes)
 
 
 def _are_few(keys: Any, queries: Any) -> bool:

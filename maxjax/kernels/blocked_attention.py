@@ -86,6 +86,7 @@ def blocked_attention(
     positions: jax.Array,
     key_positions: jax.Array,
     attending: Attending,
+    slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention in blocks: a query attends to the keys at its own and at earlier positions.
 
@@ -97,6 +98,8 @@ def blocked_attention(
         key_positions: position of each key, int32 ``[B or 1, S]``; the largest int32 for a key that
             nobody attends to.
         attending: which keys a query attends to, and how scores are computed.
+        slopes: numbers ``[H]``; each times (key position - query position) is added to the head's scores
+            (ALiBi, arXiv:2108.12409). There is no GPU or TPU kernel for them: all platforms use jnp.
 
     Returns:
         The result ``[B, T, H, D]`` in the dtype of ``q``, and the log-sum-exp of each query's scores
@@ -127,7 +130,8 @@ def blocked_attention(
     at = _blocks(positions, count, attending.strided)  # [n, B or 1, C]
     layer = jnp.asarray(layer, jnp.int32)
     attending = attending._replace(division=_of_blocks(attending))
-    out, sums = _attention(attending, queries, tuple(cache), layer, at, key_positions)
+    slopes = None if slopes is None else slopes.reshape(kv_heads, -1)  # [K, G]
+    out, sums = _attention(attending, queries, tuple(cache), layer, at, key_positions, slopes)
     out = out.transpose(0, 1, 4, 2, 3, 5).reshape(count, batch, size, heads, width)
     sums = sums.transpose(0, 1, 4, 2, 3).reshape(count, batch, size, heads)
     out, sums = (_joined(a, attending.strided)[:, :length] for a in (out, sums))
@@ -170,6 +174,7 @@ class _Keys(NamedTuple):
     keys: jax.Array  # [B, K, s, D]
     values: jax.Array
     sees: jax.Array  # bools [B or 1, 1, 1, C, s]
+    distance: jax.Array  # key position - query position, [B or 1, 1, 1, C, s]; 0 where not seen
     start: jax.Array
 
 
@@ -202,7 +207,8 @@ def _read(
     new = start + jnp.arange(block, dtype=jnp.int32) >= first
     sees = sees & new[None, None, :]
     keys, values = (jnp.repeat(a.astype(dtype), attending.repeats, axis=1) for a in (keys, values))
-    return _Keys(keys, values, sees[:, None, None], start)
+    distance = jnp.where(sees, found[:, None, :] - at[:, :, None], 0)
+    return _Keys(keys, values, sees[:, None, None], distance[:, None, None], start)
 
 
 def _range(
@@ -219,12 +225,17 @@ def _range(
     return low, jnp.max(jnp.where(seen, number, -1)) + 1
 
 
-def _scores(q: jax.Array, keys: _Keys, attending: Attending) -> tuple[jax.Array, jax.Array]:
+def _scores(
+    q: jax.Array, keys: _Keys, attending: Attending, slopes: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """The scores of a block ``[B, K, G, C, s]``, with the lowest number where masked; and before cap and mask."""
     raw = _product("bkgcd,bksd->bkgcs", q, keys.keys, attending) * attending.scale
     scores = raw
     if attending.soft_cap is not None:
         scores = attending.soft_cap * jnp.tanh(raw / attending.soft_cap)
+    if slopes is not None:
+        each = slopes.astype(attending.dtype)[None, :, :, None, None]
+        scores = scores + each * keys.distance.astype(attending.dtype)
     return jnp.where(keys.sees, scores, jnp.finfo(attending.dtype).min), raw
 
 
@@ -247,10 +258,12 @@ def _forward(
     layer: jax.Array,
     at: jax.Array,
     key_positions: jax.Array,
+    slopes: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The results ``[n, B, K, G, C, D]``, and the log-sum-exp of each query's scores ``[n, B, K, G, C]``."""
-    if attending.repeats > 1:  # a device has more query heads than it has KV heads of the cache
-        return _in_jnp(attending, queries, cache, layer, at, key_positions)
+    # Kernels have no slopes; with repeats a device has more query heads than it has KV heads of the cache.
+    if attending.repeats > 1 or slopes is not None:
+        return _in_jnp(attending, queries, cache, layer, at, key_positions, slopes=slopes)
     # Positions that all sequences share lose their batch axis of length 1, which a mesh could not split.
     at = at[:, 0] if at.shape[1] == 1 else at
     key_positions = key_positions[0] if key_positions.shape[0] == 1 else key_positions
@@ -267,6 +280,7 @@ def _in_jnp(
     at: jax.Array,
     key_positions: jax.Array,
     most_keys: int = KEYS,
+    slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The definition of :func:`_forward`, in jnp; ``most_keys`` is the largest number of keys in a block."""
     count, *_, size, width = queries.shape
@@ -280,7 +294,7 @@ def _in_jnp(
         def step(number: jax.Array, state: Any) -> Any:
             largest, total, mixed = state
             keys = _read(cache, layer, number, block, at, key_positions, attending, q.dtype)
-            scores, _ = _scores(q, keys, attending)
+            scores, _ = _scores(q, keys, attending, slopes)
             new = jnp.maximum(largest, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - new[..., None])
             kept = jnp.exp(largest - new)
@@ -296,7 +310,7 @@ def _in_jnp(
             jnp.zeros(rows, dtype),
             jnp.zeros((*rows, width), dtype),
         )
-        state = varying_with(state, q, cache, at, key_positions)
+        state = varying_with(state, q, cache, at, key_positions, slopes)
         largest, total, mixed = jax.lax.fori_loop(low, high, step, state)
         total = jnp.where(total == 0, 1, total)  # no block was visited: the queries see no key
         return None, ((mixed / total[..., None]).astype(q.dtype), largest + jnp.log(total))
@@ -310,7 +324,7 @@ def _with_residuals(attending: Attending, *operands: Any) -> tuple[Any, Any]:
 
 
 def _backward(attending: Attending, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (queries, cache, layer, at, key_positions), out, sums = residuals
+    (queries, cache, layer, at, key_positions, slopes), out, sums = residuals
     if len(cache) > 2:
         raise NotImplementedError(
             "attention over an int8 cache has no derivatives: use a cache of floats"
@@ -319,6 +333,8 @@ def _backward(attending: Attending, residuals: Any, cotangents: Any) -> tuple[An
     block = _key_block(size, key_positions.shape[1])
     dtype = attending.dtype
     zeros = jnp.zeros(cache[0].shape[1:], dtype)
+    has_slopes = slopes is not None
+    of_slopes = [jnp.zeros(slopes.shape, dtype)] if has_slopes else []
 
     def run(carry: Any, each: Any) -> Any:
         q, at, out, sums, given, of_sums = each
@@ -326,20 +342,25 @@ def _backward(attending: Attending, residuals: Any, cotangents: Any) -> tuple[An
         low, high = _range(at, key_positions, block, attending)
 
         def step(number: jax.Array, state: Any) -> Any:
-            d_q, d_keys, d_values = state
+            d_q, d_keys, d_values, *d_slopes = state
             keys = _read(cache, layer, number, block, at, key_positions, attending, q.dtype)
-            scores, raw = _scores(q, keys, attending)
+            scores, raw = _scores(q, keys, attending, slopes)
             weights = jnp.where(keys.sees, jnp.exp(scores - sums[..., None]), 0)
             rounded = weights.astype(given.dtype)
             more_values = _product("bkgcs,bkgcd->bksd", rounded, given, attending)
             d_weights = _product("bkgcd,bksd->bkgcs", given, keys.values, attending)
-            d_scores = weights * (d_weights - inner[..., None]) * attending.scale
+            d_scores = weights * (d_weights - inner[..., None])
+            if has_slopes:
+                each = jnp.sum(d_scores * keys.distance.astype(dtype), axis=(0, 3, 4))
+                d_slopes = [d_slopes[0] + each]  # [K, G]
+            d_scores = d_scores * attending.scale
             if attending.soft_cap is not None:
                 d_scores = d_scores * (1 - jnp.tanh(raw / attending.soft_cap) ** 2)
             d_scores = d_scores.astype(q.dtype)
             d_q = d_q + _product("bkgcs,bksd->bkgcd", d_scores, keys.keys, attending)
             more = _product("bkgcs,bkgcd->bksd", d_scores, q, attending)
-            return d_q, _added(d_keys, more, keys), _added(d_values, more_values, keys)
+            d_keys, d_values = _added(d_keys, more, keys), _added(d_values, more_values, keys)
+            return d_q, d_keys, d_values, *d_slopes
 
         state = (jnp.zeros((*q.shape[:-1], width), dtype), *carry)
         state = varying_with(state, each, cache)
@@ -347,11 +368,12 @@ def _backward(attending: Attending, residuals: Any, cotangents: Any) -> tuple[An
         return tuple(carry), d_q.astype(q.dtype)
 
     blocks = (queries, at, out, sums, *cotangents)
-    start = varying_with((zeros, zeros), blocks, cache, key_positions)
+    start = varying_with((zeros, zeros, *of_slopes), blocks, cache, key_positions, slopes)
     carry, d_queries = _each(count, run, start, blocks)
-    d_cache = tuple(_of_layer(d, a, layer) for d, a in zip(carry, cache, strict=True))
+    d_cache = tuple(_of_layer(d, a, layer) for d, a in zip(carry[:2], cache, strict=True))
+    d_slopes = carry[2].astype(slopes.dtype) if slopes is not None else None
     none = lambda a: jnp.zeros(a.shape, jax.dtypes.float0)
-    return d_queries, d_cache, *map(none, (layer, at, key_positions))
+    return d_queries, d_cache, *map(none, (layer, at, key_positions)), d_slopes
 
 
 def _added(total: jax.Array, more: jax.Array, keys: _Keys) -> jax.Array:

@@ -20,10 +20,11 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
+from .alibi import checked_slopes
 from .cache_write import write_token
 from .decode import triton
 from .decode.blocks import in_blocks
-from .decode.step import Options, seen, written
+from .decode.step import Options, biased, seen, written
 from .gpu.triton import unavailable
 from .int8_rows import restored
 from .operation import Operation, has_static_shapes, types_of
@@ -32,8 +33,8 @@ from .product import FLOATS
 from .sinks import checked_sinks
 from .stack_slice import layer_of
 
-# The index of the sinks among the operands, and that of the first scales of an int8 cache.
-_SINKS, _SCALES = 9, 10
+# The index of the first scales of an int8 cache among the operands.
+_SCALES = 11
 
 
 def decode_attention(
@@ -53,6 +54,7 @@ def decode_attention(
     rotating: bool = False,
     scales: tuple[Any, ...] | None = None,
     sinks: Any = None,
+    slopes: Any = None,
     division: explicit.Division | None = None,
 ) -> tuple[jax.Array, ...]:
     """Writes one token of each sequence into the KV cache, and attends from it to the cache.
@@ -83,6 +85,8 @@ def decode_attention(
         sinks: attention sinks ``[H]``: for each query head a score that takes part in the softmax and
             has no value, so that the weights of the tokens add up to less than one (gpt-oss,
             arXiv:2508.10925). They are neither scaled nor capped. None: no sinks.
+        slopes: numbers ``[H]``; each times (position of a key - position of the new token) is added to the
+            head's scores, after scale and cap (ALiBi, arXiv:2108.12409). None: no such bias.
         division: how a mesh with Auto axes divides ``keys``, if that is known: XLA for TPUs needs it to
             write in place where 128 does not divide D.
 
@@ -96,8 +100,8 @@ def decode_attention(
 
     With float32, float16, bfloat16 or int8, CPUs run a C++ kernel and NVIDIA GPUs one in Triton
     (``decode/triton.py``), which rounds 16-bit queries after rope, and the softmax weights, to their dtype (for
-    an int8 cache weights to bfloat16). TPUs, other GPUs, and operands that Triton does not support use
-    ``decode/blocks.py``. Other dtypes, derivatives, exports for CPUs and NVIDIA GPUs use :func:`definition`.
+    an int8 cache weights to bfloat16). TPUs, other GPUs, slopes on GPUs, and operands that Triton does not support
+    use ``decode/blocks.py``. Other dtypes, derivatives, exports for CPUs and NVIDIA GPUs use :func:`definition`.
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))
@@ -131,9 +135,12 @@ def decode_attention(
     angles = [cos.astype(jnp.float32), sin.astype(jnp.float32)]
     count = 1 if is_shared else 2
     more = _checked_scales(scales, keys, count)
-    sinks = checked_sinks(sinks, heads).astype(jnp.float32)
-    sinks = sinks.reshape(kv_heads, sinks.size // max(kv_heads, 1))  # [K, G], [K, 0] without sinks
-    out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, sinks, *more)
+    slopes = checked_slopes(slopes, heads)
+    by_head = [checked_sinks(sinks, heads), jnp.zeros(0) if slopes is None else slopes]
+    by_head = [  # [K, G], or [K, 0] without them
+        a.astype(jnp.float32).reshape(kv_heads, a.size // max(kv_heads, 1)) for a in by_head
+    ]
+    out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, *by_head, *more)
     if is_shared:
         del caches[1]
     return out.reshape(q.shape), *caches
@@ -205,12 +212,13 @@ def _run(static: Options, *operands: Any) -> Any:
 
 def definition(static: Options, *operands: jax.Array) -> list[jax.Array]:
     """The definition of :func:`decode_attention`, in jnp; ``q`` is ``[B, K, H/K, D]`` here."""
-    q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
+    q, _, _, keys, _, layer, lengths, _, _, sinks, slopes, *_ = operands
     step, slots = written(static, *operands), keys.shape[-2]
     seen_keys, seen_values = _read(step.layers(), layer)  # [B, K, S, D]
     scores = jnp.einsum("bkgd,bksd->bkgs", step.q * static.scale, seen_keys)
     if static.cap:
         scores = static.cap * jnp.tanh(scores / static.cap)
+    scores = biased(scores, static, lengths, jnp.arange(slots), slots, slopes)
     sees = seen(static, lengths, jnp.arange(slots), slots)
     scores = jnp.where(sees[:, None, None], scores, -jnp.inf)
     if sinks.size:
@@ -273,8 +281,8 @@ def _rule(ranks: Sequence[int]) -> Any:
     q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
     angles = ArrayMapping(b, "p")
     scales = (ArrayMapping(*cache[:-1]),) * (len(ranks) - _SCALES)
-    # Axis n has the query heads of a KV head, or length 0 without sinks.
-    sinks = ArrayMapping(h, "n")
+    # Axes n and m have the query heads of a KV head, or length 0 without sinks or slopes.
+    sinks, slopes = ArrayMapping(h, "n"), ArrayMapping(h, "m")
     operands = (
         q,
         kv,
@@ -286,6 +294,7 @@ def _rule(ranks: Sequence[int]) -> Any:
         angles,
         angles,
         sinks,
+        slopes,
         *scales,
     )
     return operands, (q, cache, values, *scales)
@@ -306,6 +315,7 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
         [batch],
         [batch, ()],
         [batch, ()],
+        [heads, ()],
         [heads, ()],
     ]
     scales = [cache[:-1]] * (len(specs) - _SCALES)

@@ -20,7 +20,7 @@ NAMES = ("q", "k", "v", "keys", "values", "lengths")
 
 def operands(
     lengths=(5, 0), heads=4, kv_heads=2, width=16, slots=9, q="float32", cache="float32",
-    pairs=None, seed=0, k=None, sinks=False,
+    pairs=None, seed=0, k=None, sinks=False, slopes=False,
 ):  # fmt: skip
     """What ``decode_attention`` takes; the whole cache is full of numbers. Of the sinks one counts for most
     of the weight, one for nothing, and one for nothing at all."""
@@ -40,14 +40,17 @@ def operands(
     if sinks:
         found["sinks"] = rng.standard_normal(heads).astype(np.float32)
         found["sinks"][:3] = 30, -30, -np.inf
+    if slopes:
+        found["slopes"] = rng.uniform(-0.2, 1, heads).astype(np.float32)
     return found
 
 
-def sinks_of(given):
-    """The sinks as the operation takes them: ``[K, G]``, or ``[K, 0]`` without sinks."""
+def by_head(given):
+    """Sinks and slopes as the operation takes them: ``[K, G]`` each, or ``[K, 0]`` without them."""
     kv_heads = given["k"].shape[1]
-    sinks = given.get("sinks")
-    return jnp.zeros((kv_heads, 0)) if sinks is None else jnp.asarray(sinks).reshape(kv_heads, -1)
+    none = jnp.zeros((kv_heads, 0))
+    each = (given.get("sinks"), given.get("slopes"))
+    return [none if a is None else jnp.asarray(a).reshape(kv_heads, -1) for a in each]
 
 
 # --- what is right ------------------------------------------------------------------------------
@@ -76,23 +79,26 @@ def slots_of(length, slots, window, rotating):
     return [position % slots for position in range(length - seen + 1, length + 1)]
 
 
-def one_result(q, keys, values, scale, cap, rounding=0.0, sink=-np.inf):
+def one_result(q, keys, values, scale, cap, rounding=0.0, sink=-np.inf, slope=0.0):
     """Of one head ``[D]`` over ``[N, D]``, and how far float32 may be from it.
 
     Args:
         rounding: how far queries and weights are rounded before they are multiplied.
         sink: score that has no value.
+        slope: what a score has more for each token that its key is nearer. The last key is the query's own.
     """
     q, keys, values = (np.asarray(a, np.float64) for a in (q, keys, values))
     scores = keys @ q * scale
     scores = cap * np.tanh(scores / cap) if cap else scores
+    scores = scores + slope * np.arange(1 - len(keys), 1)
     top = max(scores.max(), sink)
     weights = np.exp(scores - top)
     weights /= weights.sum() + np.exp(np.float64(sink) - top)
     # A score is off by some units of its sum of absolute products, a weight by as much of
     # itself, and the sum by some more.
     size = (np.abs(keys) @ np.abs(q)).max() * abs(scale)
-    allowed = UNIT * (16 + 8 * size + 8 * (cap or 0)) + rounding * (2 + 2 * size)
+    size_of_bias = abs(float(slope)) * len(keys)
+    allowed = UNIT * (16 + 8 * size + 8 * (cap or 0) + 4 * size_of_bias) + rounding * (2 + 2 * size)
     return weights @ values, allowed * (weights @ np.abs(values))
 
 
@@ -140,7 +146,10 @@ def check(given, got, *, rope=None, scale=None, sliding_window=None, soft_cap=No
             continue
         keys, values = (cache[b, h // group][seen] for cache in caches)
         sink = given["sinks"][h] if "sinks" in given else -np.inf
-        exact, allowed = one_result(queries[b, h], keys, values, scale, soft_cap, rounding, sink)
+        slope = given["slopes"][h] if "slopes" in given else 0.0
+        exact, allowed = one_result(
+            queries[b, h], keys, values, scale, soft_cap, rounding, sink, slope
+        )
         assert (np.abs(y - exact) <= allowed + half_unit(y, out.dtype)).all(), (b, h)
 
 

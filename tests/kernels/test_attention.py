@@ -48,8 +48,9 @@ def operands(layers=1, queries=T, keys=S):
 
 
 def reference(
-    q, keys, values, positions, key_positions, *, scale, window=None, cap=None, sinks=None
-):
+    q, keys, values, positions, key_positions, *, scale, window=None, cap=None, sinks=None,
+    slopes=None,
+):  # fmt: skip
     """``[B, T, H, D]`` in float64, a query at a time."""
     out = np.zeros(q.shape)
     key_positions = np.broadcast_to(key_positions, (B, keys.shape[2]))
@@ -61,6 +62,8 @@ def reference(
         scores = keys[b, h // group, sees].astype(np.float64) @ q[b, t, h] * scale
         if cap is not None:
             scores = cap * np.tanh(scores / cap)
+        if slopes is not None:
+            scores = scores + slopes[h] * (key_positions[b, sees] - at).astype(np.float64)
         sink = -np.inf if sinks is None else sinks[h]
         top = max(scores.max(), sink)
         weights = np.exp(scores - top)
@@ -124,16 +127,47 @@ def test_sinks(request, in_blocks):
         attention(q, k, v, sinks=SINKS[:2])
 
 
+SLOPES = np.array([0.5, 0.1, -0.05, 0], np.float32)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_slopes(request, in_blocks):
+    """A bias of the distance: with all scores at once, and in blocks."""
+    if in_blocks:
+        request.getfixturevalue("small")
+    q, cache, at, keys = operands(layers=3)
+    options = {"scale": 0.4, "sinks": SINKS, "slopes": SLOPES}
+    found = causal_attention(q, cache, 2, at, keys, soft_cap=2.0, sliding_window=21, **options)
+    want = reference(q, cache[0][2], cache[1][2], at, keys, cap=2.0, window=21, **options)
+    np.testing.assert_allclose(found, want, rtol=0, atol=5e-6)
+    order = RNG.permutation(S)  # keys need not be in order, and some may be no keys
+    there = np.where(order < S - 5, order, NO_KEY).astype(np.int32)[None]
+    cache = [a[:, :, :, order] for a in cache]
+    found = causal_attention(q, cache, 0, at, there, **options)
+    want = reference(q, cache[0][0], cache[1][0], at, there, **options)
+    np.testing.assert_allclose(found, want, rtol=0, atol=5e-6)
+    with pytest.raises(ValueError, match="a number for each query head, not"):
+        causal_attention(q, cache, 0, at, keys, slopes=SLOPES[:2])
+
+
 @pytest.mark.slow
-def test_gradients_of_sinks(request):
+@pytest.mark.parametrize("name", ["sinks", "slopes"])
+def test_gradients_of_sinks_and_slopes(request, name):
     q, cache, at, keys = operands()
-    sinks, weights = np.array([1, -1, 0.5, 2], np.float32), normal(*q.shape)
-    loss = lambda sinks, q: jnp.sum(causal_attention(q, cache, 0, at, keys, sinks=sinks) * weights)
-    want = jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(sinks, q)
+    given, weights = np.array([1, -1, 0.5, 2], np.float32), normal(*q.shape)
+    if name == "slopes":
+        given = SLOPES
+
+    def loss(given, q):
+        found = causal_attention(q, cache, 0, at, keys, soft_cap=9.0, **{name: given})
+        return jnp.sum(found * weights)
+
+    want = jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(given, q)
     request.getfixturevalue("small")
-    found = jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(sinks, q)
+    found = jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(given, q)
     for a, b in zip(found, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6)
+        # Distances are up to 53: derivatives by slopes are that much larger.
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 if name == "sinks" else 53 * 5e-6)
         assert np.abs(b).max() > 0.05
 
 

@@ -22,12 +22,12 @@ from tests.kernels.decode_reference import (
     NAMES,
     OPTIONS,
     TYPES,
+    by_head,
     check,
     check_int8,
     narrowed,
     one_result,
     operands,
-    sinks_of,
     slots_of,
     turned,
 )  # fmt: skip
@@ -55,7 +55,7 @@ def jnp_form(
         grouped = q.reshape(batch, k.shape[1], -1, width)
         caches = keys[None], values[None]
         out, keys, values = module.definition(
-            static, grouped, k, v, *caches, 0, lengths, cos, sin, sinks_of(given)
+            static, grouped, k, v, *caches, 0, lengths, cos, sin, *by_head(given)
         )
         return out.reshape(q.shape), keys[0], values[0]
 
@@ -213,15 +213,30 @@ def test_sinks():
         decode_attention(**operands(heads=6), sinks=np.zeros(2, np.float32))
 
 
-def test_derivatives_of_sinks():
-    given = operands((5, 0), sinks=True) | {"sinks": np.array([1, -1, 0.5, 2], np.float32)}
-    loss = lambda sinks, run: (run(given | {"sinks": sinks})[0] ** 2).sum()
-    got = jax.jit(jax.grad(lambda s: loss(s, lambda g: decode_attention(**g))))(given["sinks"])
+@pytest.mark.parametrize("which", ["window", "rotating window", "wide cap", "all"])
+def test_slopes(which):
+    """A bias for the distance: in caches that rotate and not, over one part of a cache and over several."""
+    pairs, options = OPTIONS[which]
+    lengths = (8, 3, 0, 11, -1) if options.get("rotating") else (8, 3, 0, 9, -1)
+    all_right(operands(lengths, 6, 2, 20, 9, pairs=pairs, slopes=True), **options)
+    if which == "all":
+        all_right(operands((299, 3, 700), 6, 3, 16, 600, "bfloat16", "bfloat16", slopes=True))
+        given = operands((299, 3, 700), 6, 3, 16, 600, sinks=True, slopes=True)
+        all_right(given, rotating=True, sliding_window=500)
+        with pytest.raises(ValueError, match="a number for each query head, not"):
+            decode_attention(**operands(heads=6), slopes=np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize("name", ["sinks", "slopes"])
+def test_derivatives_of_sinks_and_slopes(name):
+    given = operands((5, 0), **{name: True}) | {name: np.array([1, -1, 0.5, 2], np.float32)}
+    loss = lambda one, run: (run(given | {name: one})[0] ** 2).sum()
+    got = jax.jit(jax.grad(lambda s: loss(s, lambda g: decode_attention(**g))))(given[name])
     value = jax.jit(lambda s: loss(s, jnp_form))
-    wanted = jax.jit(jax.grad(lambda s: loss(s, jnp_form)))(given["sinks"])
+    wanted = jax.jit(jax.grad(lambda s: loss(s, jnp_form)))(given[name])
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
     step = np.array([0, 1e-2, 0, 0], np.float32)
-    slope = [float(value(given["sinks"] + s)) for s in (step, -step)]
+    slope = [float(value(given[name] + s)) for s in (step, -step)]
     np.testing.assert_allclose(got[1], (slope[0] - slope[1]) / 2e-2, rtol=2e-2)
 
 
@@ -661,8 +676,9 @@ def placed(given, explicit, spec=HEADS):
     put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
     found = {name: put(given[name], spec) for name in NAMES[:5]}
     found["lengths"] = put(given["lengths"], batch)
-    if "sinks" in given:
-        found["sinks"] = put(given["sinks"], P(*spec[1:]))
+    for name in ("sinks", "slopes"):
+        if name in given:
+            found[name] = put(given[name], P(*spec[1:]))
     return found | (
         {"rope": tuple(put(a, batch) for a in given["rope"])} if "rope" in given else {}
     )
@@ -689,7 +705,7 @@ PLACES = {
 @pytest.mark.parametrize("where", PLACES)
 def test_split_over_a_mesh(where, cache, explicit):
     spec, local = PLACES[where]
-    given = operands((5, 0, -1, 9), 8, 4, cache=cache, pairs=8, sinks=True)
+    given = operands((5, 0, -1, 9), 8, 4, cache=cache, pairs=8, sinks=True, slopes=True)
     there = placed(given, explicit, spec)
     program = jax.jit(lambda given: decode_attention(**given)).lower(there).compile()
     assert not collectives(program.as_text())

@@ -52,6 +52,7 @@ CASES = {
         functools.partial(of_a_token, sliding_window=100, rotating=True),
         functools.partial(of_a_token, soft_cap=30.0),
     ],
+    "slopes (ALiBi)": [lambda: of_a_token(slopes=jnp.zeros(8))],
     "heads 64 to 640 wide, any number of query heads for a KV head": [
         *(functools.partial(of_a_token, width=width) for width in (64, 80, 256, 320, 576)),
         functools.partial(of_a_token, heads=264, kv_heads=1, width=64),
@@ -121,7 +122,10 @@ CASES |= {
         functools.partial(of_tokens, width=320),
         functools.partial(of_tokens, softmax_dtype="bfloat16"),
     ],
-    "KV heads repeated to divide a mesh axis": [functools.partial(of_tokens, repeats=2)],
+    "KV heads repeated to divide a mesh axis; slopes (ALiBi)": [
+        functools.partial(of_tokens, repeats=2),
+        lambda: of_tokens(slopes=jnp.zeros(4)),
+    ],
     "`vmap`, `jax.export`": [functools.partial(of_tokens, how="vmap")],
 }
 

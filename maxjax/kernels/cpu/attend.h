@@ -14,13 +14,20 @@ inline vec capped(vec s, float cap) {
   return copysign(mul(t, all(cap)), y);
 }
 
+// Adds slope * (first + p) to each s[p] (ALiBi, arXiv:2108.12409).
+inline void biased(float* s, int64_t count, float slope, int64_t first) {
+  for (int64_t p = 0; p < count; p++) s[p] += slope * float(int32_t(first + p));
+}
+
 // Replaces s by exp(s - max s) and returns the sum; `padded` is `count` rounded up to full vectors.
-inline float softened(float* s, int64_t count, int64_t padded, float cap, float* top) {
+inline float softened(float* s, int64_t count, int64_t padded, float cap, const float* slope, int64_t first,
+                      float* top) {
   for (int64_t p = count; p < padded; p++) s[p] = -__builtin_inff();
   if (cap > 0) {
     for (int64_t p = 0; p < count; p += kLanes) store(s + p, capped(load(s + p), cap));
     for (int64_t p = count; p < padded; p++) s[p] = -__builtin_inff();
   }
+  if (slope) biased(s, count, *slope, first);
   vec highest = load(s);
   for (int64_t p = kLanes; p < padded; p += kLanes) highest = max(load(s + p), highest);
   float lanes[kLanes];
@@ -108,6 +115,7 @@ void attend_group(const Attend& part, int64_t first) {
   #pragma GCC unroll 64
   for (int g = 0; g < G; g++)
     part.sum[first + g] = softened(scores + g * maxjax::kPart, count, padded, part.cap,
+                                   part.slopes ? part.slopes + first + g : nullptr, part.first,
                                    part.top + first + g);
   if (part.value_scales) scaled<G>(scores, part.value_scales + part.begin, count);
   mixed_rows<T, G>(scores, values, depth, count, out, part.q_stride);

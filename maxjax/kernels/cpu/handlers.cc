@@ -295,13 +295,14 @@ bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results
 }
 
 // Operands: q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [],
-// lengths [B], cos, sin [B, pairs], sinks [K, H / K] or [K, 0], and for an int8 cache its two scales, shaped as it without D.
+// lengths [B], cos, sin [B, pairs], sinks [K, H / K] or [K, 0], slopes alike,
+// and for an int8 cache its two scales, shaped as it without D.
 // If v and values are scalars, which are not looked at, the keys are the values too, and there is one array of scales.
 // Results: out [B, H, D], and the caches and scales, updated in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                     ffi::Buffer<ffi::F32> sinks, ffi::RemainingArgs scales_in, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes, ffi::RemainingArgs scales_in, ffi::Result<ffi::AnyBuffer> out,
                      ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out,
                      ffi::RemainingRets scales_out, float scale, int64_t window, float cap,
                      bool interleaved, bool rotating) {
@@ -326,7 +327,8 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
       cos.dimensions().size() != 2 || cos.dimensions()[0] != batch ||
       sin.element_count() != cos.element_count() || 2 * cos.dimensions()[1] > depth ||
       (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0) ||
-      (sinks.element_count() != 0 && int64_t(sinks.element_count()) != heads))
+      (sinks.element_count() != 0 && int64_t(sinks.element_count()) != heads) ||
+      (slopes.element_count() != 0 && int64_t(slopes.element_count()) != heads))
     return wrong("shapes of attention");
   if (keys_out->untyped_data() != keys.untyped_data() ||
       (!shared && values_out->untyped_data() != values.untyped_data()))
@@ -398,14 +400,18 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   // Where there are fewer parts than threads and many query heads share each, these are divided too.
   const int64_t few = most(1, least(2 * threads / most(1, parts.size()), group / kSharers));
   const int64_t sharers = (group + few - 1) / few;
+  const bool has_slopes = slopes.element_count() != 0;
   parallel(pool, parts.size() * few, threads, [&](int64_t i) {
     const Part& part = parts[i / few];
     const int64_t g = i % few * sharers, row = part.unit * slots, from = row * depth * item;
     if (g >= group) return;
     float* result = of_part(i / few);
+    // How many tokens before the new one the first slot is; a rotating cache continues in slot 0.
+    const int64_t newest = length[part.unit / kv_heads], age = ((newest - part.begin) % slots + slots) % slots;
     level.attend({queries + (part.unit * group + g) * stride, stride, least(sharers, group - g),
                   key_cache + from, value_cache + from, is_int8 ? scales.keys + row : nullptr,
                   is_int8 ? scales.values + row : nullptr, cache_type, depth, part.begin, part.end, cap,
+                  has_slopes ? slopes.typed_data() + part.unit % kv_heads * group + g : nullptr, -age,
                   result + group * stride + g, result + group * (stride + 1) + g, result + g * stride});
   });
   char* to = static_cast<char*>(out->untyped_data());
@@ -480,6 +486,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(maxjax_decode_attention, maxjax::attention,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

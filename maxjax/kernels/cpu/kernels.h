@@ -89,6 +89,8 @@ struct Attend {
   int64_t depth;
   int64_t begin, end;  // slots
   float cap;           // 0: none
+  const float* slopes;  // [queries]: times the distance of a key, added to its score; null: none
+  int64_t first;        // distance of slot `begin` from the new token, at most 0
   float* top;
   float* sum;
   float* out;  // [queries, q_stride], in the order of the cache's type

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..cache_read import slots_of
 from ..int8_rows import restored
 from ..operation import varying_with
-from .step import Options, mean, seen, write_token, written
+from .step import Options, biased, mean, seen, write_token, written
 
 # Elements of keys in a block: 4 MiB in 16 bits, so that reading them takes longer than starting an iteration.
 _NUMBERS = 1 << 21
@@ -33,7 +33,7 @@ def in_blocks(
     write: Callable[..., list[jax.Array]] = write_token,
 ) -> list[jax.Array]:
     """What ``decode_attention.definition`` computes from the same operands, which XLA divides between devices."""
-    q, _, _, keys, _, layer, lengths, _, _, sinks, *_ = operands
+    q, _, _, keys, _, layer, lengths, _, _, sinks, slopes, *_ = operands
     step = written(static, *operands, write=write)
     caches = step.layers()
     slots = keys.shape[-2]
@@ -53,6 +53,7 @@ def in_blocks(
         scores = jnp.einsum("bkgd,bksd->bkgs", step.q * static.scale, found.astype(jnp.float32))
         if static.cap:
             scores = static.cap * jnp.tanh(scores / static.cap)
+        scores = biased(scores, static, lengths, slot, slots, slopes)
         scores = jnp.where(sees, scores, -jnp.inf)
         new = jnp.maximum(largest, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new[..., None])

@@ -83,7 +83,7 @@ def written(
     The operands are those of ``decode_attention.definition``. If ``values`` and ``v`` are scalars, the keys are the
     values too. ``write`` is :func:`write_token`, or another function that does the same.
     """
-    q, k, v, keys, values, layer, lengths, cos, sin, _, *scales = operands
+    q, k, v, keys, values, layer, lengths, cos, sin, _, _, *scales = operands
     slots = keys.shape[-2]
     q32 = rotated(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
     k32 = rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
@@ -119,6 +119,23 @@ def seen(static: Options, lengths: jax.Array, slot: jax.Array, slots: int) -> ja
     age = age % slots if static.rotating else age
     sees = (age >= 0) & (age <= lengths[:, None])
     return sees & (age < static.window) if static.window else sees
+
+
+def biased(
+    scores: jax.Array, static: Options, lengths: jax.Array, slot: jax.Array, slots: int,
+    slopes: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The scores ``[B, K, G, s]`` of the keys in the slots ``slot`` ``[s]`` of S, with ALiBi's bias.
+
+    Args:
+        scores, static, lengths, slot, slots: the scores, and what :func:`seen` takes.
+        slopes: slope of each head, ``[K, G]``, or ``[K, 0]`` without biases.
+    """
+    if not slopes.size:
+        return scores
+    age = lengths[:, None] - slot[None, :]
+    age = age % slots if static.rotating else age
+    return scores - slopes[None, :, :, None] * age[:, None, None, :].astype(scores.dtype)
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, static: Options) -> jax.Array:

@@ -29,6 +29,8 @@ WIDEST, MOST_NUMBERS = 640, 1 << 14
 _WHOLE = 256
 # Bytes of the keys that a program reads at a time, at most: a GPU's shared memory holds several such blocks.
 _BLOCK_BYTES = 40 << 10
+# The index of the slopes among the operands after the keys.
+_SLOPES = 6
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -69,6 +71,8 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
         'heads are 768 wide, at most 640'
     """
     width = q.shape[3]
+    if len(rest) > _SLOPES and rest[_SLOPES].size:
+        return "scores have a bias of the distance"
     if width > WIDEST:
         return f"heads are {width} wide, at most {WIDEST}"
     if q.dtype not in FLOATS or keys.dtype not in (*FLOATS, np.dtype("int8")):

@@ -8,6 +8,7 @@ and checkpoints need. An architecture's own modules are in its file, such as ``m
 from ..config import config_field as config_field
 from .aliases import alias as alias
 from .attention import CAUSAL as CAUSAL
+from .attention import alibi_slopes as alibi_slopes
 from .attention import attend as attend
 from .attention import bidirectional as bidirectional
 from .attention import chunked as chunked

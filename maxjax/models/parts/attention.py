@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...nn.layer import tap
 from .cache import LayerCache, Mask, scores
@@ -45,6 +46,7 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
+    slopes: Any = None,
     group: str | None = None,
 ) -> tuple[jax.Array, C]:
     """Compute ``softmax(scale · q kᵀ) v`` for each head, over the tokens of the call and those in the cache.
@@ -59,6 +61,8 @@ def attend(
         scale: factor of the scores; ``1/√D`` by default.
         soft_cap: cap of the scores, which become ``soft_cap · tanh(score / soft_cap)`` (arXiv:2408.00118).
         sinks: scores ``[H]`` that take part in the softmax and have no value (arXiv:2508.10925).
+        slopes: numbers ``[H]``, such as :func:`alibi_slopes`; each times (key position - query position) is
+            added to the head's scores, after scale and cap (arXiv:2108.12409).
         group: group of the cache that has the layer's keys and values, if it is not that of the mask.
 
     Returns:
@@ -77,8 +81,29 @@ def attend(
     """
     if k is not None and v is not None:
         cache = cache.write(k, v)
-    y, cache = cache.attend(q, mask, scores(q, scale, soft_cap, sinks), group)
+    y, cache = cache.attend(q, mask, scores(q, scale, soft_cap, sinks, slopes), group)
     return tap("heads", y), cache
+
+
+def alibi_slopes(heads: int) -> jax.Array:
+    """Return the slopes ``[H]`` of ALiBi, attention with linear biases, for :func:`attend`.
+
+    For a power of two they are ``2^(-8 i / H)`` for i from 1 to H. For another number they are those of the next
+    smaller power of two, and then every second of those of the next larger one, from the first on.
+
+    Source: arXiv:2108.12409 and its code.
+
+    Args:
+        heads: H.
+
+    Example:
+        >>> alibi_slopes(6).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    """
+    power = 1 << (heads.bit_length() - 1)
+    exponents = [8 * i / power for i in range(1, power + 1)]
+    exponents += [4 * i / power for i in range(1, 2 * (heads - power), 2)]
+    return jnp.asarray(np.exp2(-np.asarray(exponents)), jnp.float32)
 
 
 def split_heads(x: jax.Array, head_dim: int) -> jax.Array:

@@ -22,6 +22,7 @@ from ...errors import UserInputError
 from ...graph.placement.arrays import is_manual, on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, spec_of
 from ...kernels import explicit
+from ...kernels.alibi import bias_of_distance
 from ...kernels.attention import (
     NO_KEY,
     attention_weights,
@@ -127,12 +128,14 @@ class Scores(NamedTuple):
         scale: factor of the scores.
         soft_cap: cap of the scores, which become ``cap · tanh(score / cap)``; None: no cap.
         sinks: scores ``[H]`` that take part in the softmax and have no value; None: none.
+        slopes: numbers ``[H]``; each times (key position - query position) is added to scores; None: none.
         dtype: dtype of scores, softmax and sums.
     """
 
     scale: float
     soft_cap: float | None = None
     sinks: jax.Array | None = None
+    slopes: jax.Array | None = None
     dtype: Any = DType.float32
 
 
@@ -263,9 +266,12 @@ class LayerCache:
                 "it can embed texts (maxjax.embed), but not generate them"
             )
         assert self.new is not None
+        bias, at = None, jnp.arange(q.shape[1], dtype=jnp.int32)[None, :]
+        if scores.slopes is not None:
+            bias = bias_of_distance(scores.slopes, at, at, scores.dtype)
         return both_ways(
             q, *self.new, self.context.real, mask.window, scale=scores.scale,
-            soft_cap=scores.soft_cap, softmax_dtype=scores.dtype,
+            soft_cap=scores.soft_cap, softmax_dtype=scores.dtype, bias=bias,
         )  # fmt: skip
 
 
@@ -337,25 +343,27 @@ class _Attention(NamedTuple):
         context = dataclasses.replace(self.context, numbers=None)
         by_row = jax.tree.map(lambda a: whole if a.shape[0] == batch else PartitionSpec(), context)
         cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
-        # None, of a layer without sinks or of one that shares its keys, has no spec.
-        no_sinks, no_keys = self.scores.sinks is None, k is None
-        sinks, keys = None if no_sinks else PartitionSpec(), None if no_keys else whole
-        specs = (by_row, sinks, queries, keys, keys, cache, PartitionSpec())
+        # None, of a layer without sinks or slopes or of one that shares its keys, has no spec.
+        by_head = (self.scores.sinks, self.scores.slopes)
+        of_heads = jax.tree.map(lambda _: PartitionSpec(), by_head)
+        keys = None if k is None else whole
+        specs = (by_row, of_heads, queries, keys, keys, cache, PartitionSpec())
         out = (layout.results(q.ndim), cache)
         run = on_mesh(
             functools.partial(self._on_part, layout), layout.mesh, specs, out, check_vma=False
         )
-        return run(context, self.scores.sinks, q, k, v, slots, jnp.asarray(layer, jnp.int32))
+        return run(context, by_head, q, k, v, slots, jnp.asarray(layer, jnp.int32))
 
     def _on_part(
-        self, layout: CacheLayout, context: ForwardContext, sinks: Any,
+        self, layout: CacheLayout, context: ForwardContext, by_head: Any,
         q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """:meth:`with_cache` for one device's shard of the cache."""
         part = CachePart(layout)
-        sinks = None if sinks is None else part.of_heads(sinks)
+        sinks, slopes = jax.tree.map(part.of_heads, by_head)
         run = self._replace(
-            context=jax.tree.map(part.rows, context), scores=self.scores._replace(sinks=sinks)
+            context=jax.tree.map(part.rows, context),
+            scores=self.scores._replace(sinks=sinks, slopes=slopes),
         )
         q, (k, v) = part.queries(q), jax.tree.map(part.keys, (k, v))
         return run._with_slots(q, k, v, slots, layer, part)
@@ -397,7 +405,7 @@ class _Attention(NamedTuple):
             window, rotating = None, False
         return slots.decoded(
             q, k, v, tokens, layer=layer, scale=scores.scale, sliding_window=window,
-            soft_cap=scores.soft_cap, rotating=rotating, sinks=scores.sinks,
+            soft_cap=scores.soft_cap, rotating=rotating, sinks=scores.sinks, slopes=scores.slopes,
             division=self._division(layout, of_cache=True),
         )  # fmt: skip
 
@@ -462,7 +470,7 @@ class _Attention(NamedTuple):
         layout = self.layout(q.shape[0]) if part is None else None
         options: dict[str, Any] = {
             "scale": scores.scale, "sliding_window": mask.window, "chunked": mask.chunked,
-            "soft_cap": scores.soft_cap, "softmax_dtype": scores.dtype,
+            "soft_cap": scores.soft_cap, "softmax_dtype": scores.dtype, "slopes": scores.slopes,
         }  # fmt: skip
         where, sinks = (q, cache, layer, positions, key_positions), scores.sinks
         # KV heads that cannot be split are replicated, and repeated for each query head.
@@ -499,10 +507,13 @@ class _Attention(NamedTuple):
             scores.scale, window, scores.soft_cap, scores.dtype, chunked=self.mask.chunked
         )
         sees = attending.sees(positions[:, :, None], key_positions[:, None, :])
+        bias = None
+        if scores.slopes is not None:
+            bias = bias_of_distance(scores.slopes, positions, key_positions, scores.dtype)
         weights = attention_weights(
             q, keys, jnp.broadcast_to(sees, (q.shape[0], *sees.shape[1:])),
             scale=scores.scale, soft_cap=scores.soft_cap, softmax_dtype=scores.dtype,
-            sinks=scores.sinks,
+            sinks=scores.sinks, bias=bias,
         )  # fmt: skip
         if width is None:
             return weighted_values(tap("weights", weights), values)
@@ -533,11 +544,14 @@ class _Attention(NamedTuple):
         return layout is not None and layout.splits_queries and layout.group > 1
 
 
-def scores(q: jax.Array, scale: float | None, soft_cap: float | None, sinks: Any) -> Scores:
+def scores(
+    q: jax.Array, scale: float | None, soft_cap: float | None, sinks: Any, slopes: Any
+) -> Scores:
     """Return the Scores of queries ``[..., D]``; ``scale`` is ``1/√D`` if it is None."""
     factor: float = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dtype = promote(DType.of(q.dtype), DType.float32)
-    return Scores(factor, soft_cap, None if sinks is None else jnp.asarray(sinks), dtype)
+    sinks, slopes = (None if a is None else jnp.asarray(a) for a in (sinks, slopes))
+    return Scores(factor, soft_cap, sinks, slopes, dtype)
 
 
 def _own_slots(

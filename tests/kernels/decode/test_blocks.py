@@ -12,11 +12,11 @@ from maxjax.kernels.decode.step import Options
 from tests.kernels.decode_reference import (
     NAMES,
     OPTIONS,
+    by_head,
     check,
     check_int8,
     narrowed,
     operands,
-    sinks_of,
 )  # fmt: skip
 
 # Of so many devices, one has blocks of the least number of slots.
@@ -36,7 +36,7 @@ def program(static, width, form=blocks.in_blocks, devices=MANY):
         layered = [a if keys.ndim == 5 else a[None] for a in (keys, values)]
         out, *caches = form(
             static, devices, grouped, k, v, *layered, jnp.int32(given.get("layer", 0)), lengths,
-            cos, sin, sinks_of(given), *given.get("scales", ()),
+            cos, sin, *by_head(given), *given.get("scales", ()),
         )  # fmt: skip
         caches = caches if keys.ndim == 5 else [a[0] for a in caches]
         return out.reshape(q.shape), *caches
@@ -82,11 +82,12 @@ def test_sinks():
     check(given, result(given, **options), **options)
 
 
+@pytest.mark.parametrize("slopes", [False, True])
 @pytest.mark.parametrize("options", [{}, {"rotating": True, "sliding_window": 300}], ids=repr)
-def test_several_blocks(options):
+def test_several_blocks(options, slopes):
     """The last block has slots of the one before; some rows see nothing of some blocks."""
     lengths = (127, 128, -1, 0, 299, 300, 431, 2**31 - 1)
-    given = operands(lengths, 4, 2, 16, 300, cache="bfloat16", seed=3)
+    given = operands(lengths, 4, 2, 16, 300, cache="bfloat16", seed=3, slopes=slopes)
     check(given, result(given, **options), **options)
 
 

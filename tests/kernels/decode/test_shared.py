@@ -57,7 +57,7 @@ def test_without_a_kernel(form):
         none, nothing = jnp.zeros((len(LENGTHS), 0)), jnp.zeros(())
         out, keys, _ = blocks.in_blocks(
             Options(24**-0.5, 0, 0.0, False, False), 1 << 30, q[:, None], k, nothing, keys[None],
-            nothing, jnp.int32(0), lengths, none, none, jnp.zeros((1, 0)),
+            nothing, jnp.int32(0), lengths, none, none, *[jnp.zeros((1, 0))] * 2,
         )  # fmt: skip
         out, keys = out[:, 0], keys[0]
     check(given, (out, keys, keys))

@@ -91,7 +91,7 @@ def test_keys_that_are_the_values(cache):
     def shared(static, _, q, k, v, keys, values, *rest):
         nothing = jnp.zeros((), v.dtype), jnp.zeros((), values.dtype)
         out, keys, _, *scales = triton.kernel(
-            static, q, k, nothing[0], keys, nothing[1], *rest[:6], interpret=True
+            static, q, k, nothing[0], keys, nothing[1], *rest[:7], interpret=True
         )
         return out, keys, keys, *scales, *scales
 
