@@ -23,6 +23,8 @@ from .cohere import Cohere as Cohere
 from .cohere import Cohere2 as Cohere2
 from .cohere import Cohere2Config as Cohere2Config
 from .cohere import CohereConfig as CohereConfig
+from .cohere2_moe import Cohere2MoE as Cohere2MoE
+from .cohere2_moe import Cohere2MoEConfig as Cohere2MoEConfig
 from .config import ModelConfig as ModelConfig
 from .config import read_object as read_object
 from .construct import build as build

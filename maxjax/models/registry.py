@@ -54,6 +54,7 @@ ENTRIES: dict[str, Entry] = {
     "glm4.GLM4": Entry("glm4", "Glm4ForCausalLM Glm4Model", "glm4"),
     "cohere.Cohere": Entry("cohere", "CohereForCausalLM CohereModel", "command-r"),
     "cohere.Cohere2": Entry("cohere2", "Cohere2ForCausalLM Cohere2Model", "cohere2"),
+    "cohere2_moe.Cohere2MoE": Entry("cohere2_moe", "Cohere2MoeForCausalLM Cohere2MoeModel"),
     "llama.SeedOSS": Entry("seed_oss", "SeedOssForCausalLM SeedOssModel", "seed_oss"),
     "exaone4.Exaone4": Entry("exaone4", "Exaone4ForCausalLM Exaone4Model", "exaone4"),
     "starcoder2.Starcoder2": Entry(

@@ -182,6 +182,16 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return self.norm(x), cache", "return x, cache"),
         ],
     },
+    "cohere2_moe": {
+        "cohere2_moe": [
+            ("attend(q, k, v, cache, self.mask)", "attend(q, k, v, cache, self.mask, scale=0.3)"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("return x + y + self.mlp(h), cache", "return x + y + self.mlp(x), cache"),
+            ("y = y / 2 if self.is_mean else y", "y = y / 3"),
+            ("super().logits(x) * self.config.logit_scale", "super().logits(x)"),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
     "glm4": {
         "glm4": [
             ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),

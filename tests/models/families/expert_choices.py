@@ -128,6 +128,26 @@ def of_phimoe(pick: Pick, found: Settings) -> Settings:
             "sliding_window": pick(None, 3, 9), "router_jitter_noise": 0.01}  # fmt: skip
 
 
+def of_cohere2_moe(pick: Pick, found: Settings) -> Settings:
+    layers = found["num_hidden_layers"]
+    dense = {
+        "first_k_dense_replace": min(layers, pick(0, 1, 2)),
+        "prefix_dense_sliding_window_pattern": pick(1, 2),
+        "sliding_window_pattern": pick(LEFT_OUT, 2, 3),
+    }
+    listed = {"mlp_layer_types": pick.many(layers, "dense", "sparse")}
+    norms = pick({"rms_norm_eps": None}, {"rms_norm_eps": pick(1e-5, 1e-3)})
+    given = rope(pick, found, KINDS)
+    if "rope_scaling" in given:  # transformers ignores it
+        scaling = {"rope_type": given["rope_scaling"].get("type")} | given.pop("rope_scaling")
+        given["rope_parameters"] = scaling | {"rope_theta": given.pop("rope_theta")}
+    return {**no_rope(), **given, **pick(dense, dense, listed), **norms,
+            "num_shared_experts": pick(0, 1, 2),
+            "prefix_dense_intermediate_size": pick(LEFT_OUT, 20, 48),
+            "shared_expert_combination_strategy": pick("average", "sum"),
+            "expert_selection_fn": pick("softmax", "sigmoid")}  # fmt: skip
+
+
 EXPERTS: dict[str, Callable[[Pick, Settings], Settings]] = {
     "mixtral": of_mixtral,
     "qwen2_moe": of_qwen_moe,
@@ -143,4 +163,5 @@ EXPERTS: dict[str, Callable[[Pick, Settings], Settings]] = {
     "glm4_moe_lite": of_glm4_moe_lite,
     "lfm2_moe": of_lfm2_moe,
     "phimoe": of_phimoe,
+    "cohere2_moe": of_cohere2_moe,
 }
