@@ -40,7 +40,8 @@ class FusedExperts(Row):
     Attributes:
         expert: name of an expert's weight in the layer, with ``#`` for the expert's index and ``*`` for
             its linear layer.
-        projections: the model's names of an expert's gate, up and down projections.
+        projections: the model's names of an expert's gate, up and down projections, or of up and down for
+            experts without a gate, whose up projections are then the tensor ``gate_up``.
         gate_up, down: names of the tensors after the layer's name; files are written with the first, all are read.
         suffix: suffix of the name of a written tensor.
         transposed: whether float tensors are written as ``[X, in, out]``, not ``[X, out, in]``. When
@@ -51,7 +52,7 @@ class FusedExperts(Row):
     """
 
     expert: str = "mlp.experts.#.*.weight"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     gate_up: tuple[str, ...] = tuple(
         f"{mlp}.experts.gate_up_proj" for mlp in ("mlp", "block_sparse_moe")
     )
@@ -108,8 +109,12 @@ class FusedExperts(Row):
         if suffix == "_bias":
             pattern = pattern.removesuffix(".weight") + ".bias"
         for number in range(experts):
-            for k, kind in enumerate(self.projections[:2] if is_gate_up else self.projections[2:]):
+            for k, kind in enumerate(self._kinds(is_gate_up)):
                 yield number, k, front + pattern.replace("#", str(number)).replace("*", kind)
+
+    def _kinds(self, is_gate_up: bool) -> tuple[str, ...]:
+        """The names of the projections that one tensor holds."""
+        return self.projections[:-1] if is_gate_up else self.projections[-1:]
 
     def _is_transposed(self, found: tuple[str, bool, str], checkpoint: Mapping[str, Any]) -> bool:
         """Whether a layer's float tensors are ``[X, in, out]``, as in files of Qwen3-VL, by their shapes.
@@ -137,7 +142,7 @@ class FusedExperts(Row):
         self, found: Any, name: str, value: Any, transposed: bool
     ) -> Iterator[tuple[str, Any]]:
         shape, is_bias = tuple(int(n) for n in value.shape), found[2] == "_bias"
-        parts = 2 if found[1] else 1
+        parts = len(self._kinds(found[1]))
         rank = 2 if is_bias else 3
         if len(shape) != rank or not shape[0] or shape[2 if transposed else 1] % parts:
             expected = "[experts, in, out]" if transposed else "[experts, out, in]"
@@ -159,7 +164,7 @@ class FusedExperts(Row):
     ) -> Iterator[tuple[str, WeightData]]:
         shape = tuple(int(n) for n in blocks.shape)
         rows = None if scales is None else tuple(int(n) for n in scales.shape)
-        parts = 2 if found[1] else 1
+        parts = len(self._kinds(found[1]))
         if len(shape) != 4 or not shape[0] or shape[3] != _BYTES or shape[1] % parts:
             raise CheckpointFormatError(
                 "not a stack of experts in MXFP4", tensor=name,
@@ -192,9 +197,9 @@ class FusedExperts(Row):
         for name in tensors:
             if (match := expert.fullmatch(name)) is not None:
                 front, number, kind, what = match.groups()
-                part = self.projections.index(kind)
-                key = where[name] = front, part < 2, what
-                groups.setdefault(key, {})[int(number), part % 2] = name
+                key = where[name] = front, kind != self.projections[-1], what
+                part = self._kinds(key[1]).index(kind)
+                groups.setdefault(key, {})[int(number), part] = name
         made = {key: self._joined(key, names, tensors) for key, names in groups.items()}
         found: dict[str, WeightData] = {}
         for name, data in tensors.items():
@@ -230,7 +235,7 @@ class FusedExperts(Row):
         self, key: tuple[str, bool, str], names: Mapping[tuple[int, int], str], tensors: Any
     ) -> dict[str, WeightData] | None:
         """The tensor of all experts of a layer, or two tensors in MXFP4; None if experts differ or are missing."""
-        (front, is_gate_up, what), parts = key, 2 if key[1] else 1
+        (front, is_gate_up, what), parts = key, len(self._kinds(key[1]))
         experts = len(names) // parts
         order = [(x, k) for x in range(experts) for k in range(parts)]
         if any(place not in names for place in order) or len(order) != len(names):

@@ -193,7 +193,7 @@ ENTRIES: dict[str, Entry] = {
     "mamba2.Mamba2": Entry("mamba2", "Mamba2ForCausalLM Mamba2Model", "mamba2"),
     "falcon_h1.FalconH1": Entry("falcon_h1", "FalconH1ForCausalLM FalconH1Model", "falcon-h1"),
     "nemotron_h.NemotronH": Entry(
-        "nemotron_h", "NemotronHForCausalLM NemotronHModel", "nemotron_h"
+        "nemotron_h", "NemotronHForCausalLM NemotronHModel", "nemotron_h nemotron_h_moe"
     ),
     "gpt_neo.GPTNeo": Entry("gpt_neo", "GPTNeoForCausalLM GPTNeoModel"),
     "gptj.GPTJ": Entry("gptj", "GPTJForCausalLM GPTJModel"),

@@ -538,6 +538,19 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("self.q_norm(q.astype(x.dtype)), ", "q.astype(x.dtype), "),
         ],
     },
+    "nemotron_h": {
+        "nemotron_h": [
+            ("y, cache = attend(q, k, v, cache)", "y, cache = attend(q, v, k, cache)"),
+            ("self.normalised, factor=self.factor", "self.normalised, factor=0.5"),
+            ("self.experts(h, chosen, shares)", "self.experts(h, chosen, shares**2)"),
+            ("return y + self.shared_experts(x)", "return y"),
+            (
+                "dt * -jnp.exp(per_feature(self.A_log, dt))",
+                "dt * -per_feature(self.A_log, dt) ** 2",
+            ),
+            ("self.norm(y, z).astype(x.dtype)", "self.norm(y, y).astype(x.dtype)"),
+        ],
+    },
     "deepseek": {
         "deepseek_v3": [
             (

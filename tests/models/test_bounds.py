@@ -49,6 +49,7 @@ FREE = {
 UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate_size")}
 UNUSED |= {("qwen3_next", "intermediate_size"), ("qwen2_moe", "intermediate_size")}
 UNUSED |= {("nemotron_h", "num_hidden_layers")}  # which the pattern of layers says
+UNUSED |= {("nemotron_h", "intermediate_size")}
 UNUSED |= {("lfm2", "intermediate_size")}  # from which its own is computed
 UNUSED |= {("gemma4_text", key) for key in ("global_head_dim", "num_global_key_value_heads")}
 # Numbers that may be a list with one for each layer.

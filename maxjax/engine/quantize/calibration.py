@@ -169,9 +169,8 @@ def _add_experts(experts: Experts, tokens: jax.Array, chosen: jax.Array, add: An
     for number, expert in enumerate(experts):
         wide = tokens.astype(jnp.float32)
         mask = jnp.any(chosen == number, axis=-1).astype(jnp.float32)  # [N]
-        gate, up, down = expert.linears
-        g, u = gate(tokens), up(tokens)
-        inner = between(expert.act, g, u).astype(jnp.float32)
+        *inputs, down = expert.linears
+        inner = between(expert.act, *(one(tokens) for one in inputs)).astype(jnp.float32)
         count = jnp.sum(mask)
-        for one, x in ((gate, wide), (up, wide), (down, inner)):
+        for one, x in (*((one, wide) for one in inputs), (down, inner)):
             add(one, mask @ (x * x), count)

@@ -19,6 +19,7 @@ Shapes: N tokens, E features, X experts with F inner features, k experts for eac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from ...kernels.block_matmul import block_matmul
 from ...kernels.grouped import grouped_matmul
 from ...kernels.operation import same_varying
 from ...kernels.stack_slice import slice_of
+from ..activation import activation
 from ..linear import gated
 
 # The smallest and largest number of rows in a block. On CPUs, larger blocks are not faster and waste rows.
@@ -42,9 +44,9 @@ GPU_ROWS = (16, 128)
 _WRITTEN_OUT = 8
 
 
-# The gated activation of an expert: the name of an activation, for ``activation(gate) · up``, or a
-# hashable function ``(gate, up)``.
-Kind = str | Callable[[jax.Array, jax.Array], jax.Array]
+# The activation of an expert: the name of an activation, for ``activation(gate) · up``, or ``activation(up)``
+# of experts without a gate; or a hashable function ``(gate, up)``.
+Kind = str | Callable[..., jax.Array]
 
 
 class ExpertWeights(NamedTuple):
@@ -53,9 +55,10 @@ class ExpertWeights(NamedTuple):
     Each is an array, a StackSlice, or a QuantArray of either.
 
     Attributes:
-        gate, up: ``[F, E]``, or ``[X, F, E]``.
+        gate, up: ``[F, E]``, or ``[X, F, E]``; gate is None for experts without one.
         down: ``[E, F]``, or ``[X, E, F]``.
         biases: biases ``[F]``, ``[F]`` and ``[E]`` of gate, up and down, or with a leading axis X; or None.
+            The bias of the gate is None for experts without a gate.
     """
 
     gate: Any
@@ -63,15 +66,26 @@ class ExpertWeights(NamedTuple):
     down: Any
     biases: tuple[Any, Any, Any] | None = None
 
+    @classmethod
+    def of(cls, matrices: Sequence[Any], biases: Sequence[Any] = ()) -> ExpertWeights:
+        """The weights of experts whose projections are gate, up and down, or up and down."""
+        gate = () if len(matrices) == 3 else (None,)
+        return cls(*gate, *matrices, (*gate, *biases) if biases else None)  # type: ignore[arg-type]
+
     @property
-    def matrices(self) -> tuple[Any, Any, Any]:
-        """The weights of the gate, up and down projections."""
-        return self[:3]
+    def inputs(self) -> list[Any]:
+        """The weights that multiply a token: of gate and up, or of up alone."""
+        return [self.up] if self.gate is None else [self.gate, self.up]
+
+    @property
+    def matrices(self) -> list[Any]:
+        """The weights of all projections, the down projection last."""
+        return [*self.inputs, self.down]
 
     def each(self, run: Callable[[Any], Any]) -> ExpertWeights:
         """Applies a function to each weight and each bias."""
-        biases = None if self.biases is None else tuple(map(run, self.biases))
-        return ExpertWeights(*map(run, self.matrices), biases)  # type: ignore[arg-type]
+        biases = [run(bias) for bias in self.biases or () if bias is not None]
+        return ExpertWeights.of([*map(run, self.matrices)], biases)
 
     def at(self, index: Any, taken: bool = False) -> ExpertWeights:
         """One of the stacked experts, without a copy where possible.
@@ -101,7 +115,7 @@ def _at(w: Any, index: Any, taken: bool) -> Any:
 
 def count_of(experts: AllExperts) -> int:
     """The number X of experts."""
-    return experts.gate.shape[0] if isinstance(experts, ExpertWeights) else len(experts)
+    return experts.down.shape[0] if isinstance(experts, ExpertWeights) else len(experts)
 
 
 def stacked(experts: AllExperts) -> ExpertWeights:
@@ -113,11 +127,8 @@ def stacked(experts: AllExperts) -> ExpertWeights:
         return experts
     joined = lambda weights: _stack([jnp.asarray(w) for w in weights])
     matrices = map(joined, zip(*(expert.matrices for expert in experts), strict=True))
-    biases = [expert.biases for expert in experts if expert.biases is not None]
-    return ExpertWeights(
-        *matrices,
-        tuple(map(joined, zip(*biases, strict=True))) if biases else None,  # type: ignore[arg-type]
-    )
+    biases = [[bias for bias in expert.biases or () if bias is not None] for expert in experts]
+    return ExpertWeights.of([*matrices], [*map(joined, zip(*biases, strict=True))])
 
 
 def down_bias(experts: AllExperts) -> jax.Array | None:
@@ -135,11 +146,13 @@ def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack([array.astype(dtype.np) for array in arrays])
 
 
-def between(kind: Kind, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The input of an expert's down projection, from the results of the gate and up projections."""
-    wide = promote(DType.of(gate.dtype), DType.of(up.dtype)).np
-    gate, up = gate.astype(wide), up.astype(wide)
-    return gated(gate, up, kind, 0.0) if isinstance(kind, str) else kind(gate, up)
+def between(kind: Kind, *given: jax.Array) -> jax.Array:
+    """The input of an expert's down projection, from the results of gate and up, or of up alone."""
+    if len(given) == 1 and isinstance(kind, str):
+        return activation(kind)(*given)
+    wide = functools.reduce(promote, (DType.of(y.dtype) for y in given)).np
+    given = tuple(y.astype(wide) for y in given)
+    return gated(given[0], given[1], kind, 0.0) if isinstance(kind, str) else kind(*given)
 
 
 def _biased(y: jax.Array, bias: Any) -> jax.Array:
@@ -150,25 +163,25 @@ def _biased(y: jax.Array, bias: Any) -> jax.Array:
 
 
 def _inner(
-    kind: Kind, gate: jax.Array, up: jax.Array, weights: ExpertWeights, place: Any = None
+    kind: Kind, given: Sequence[jax.Array], weights: ExpertWeights, place: Any = None
 ) -> jax.Array:
     """:func:`between`, after the biases are added to the results of the gate and up projections.
 
     Args:
+        given: products of the tokens with ``weights.inputs``.
         place: function that selects the biases of the rows from those of all experts.
     """
     if weights.biases is not None:
         place = place or (lambda bias: bias)
-        gate, up = (
-            _biased(y, place(bias)) for y, bias in zip((gate, up), weights.biases[:2], strict=True)
-        )
-    return between(kind, gate, up)
+        biases = [bias for bias in weights.biases[:2] if bias is not None]
+        given = [_biased(y, place(bias)) for y, bias in zip(given, biases, strict=True)]
+    return between(kind, *given)
 
 
 def _expert(kind: Kind, x: jax.Array, weights: ExpertWeights) -> jax.Array:
     """``[N, E]`` → ``[N, E]`` in float32."""
-    gate, up = matmul(x, [weights.gate, weights.up])
-    return matmul(_inner(kind, gate, up, weights), weights.down).astype(jnp.float32)
+    given = matmul(x, weights.inputs)
+    return matmul(_inner(kind, given, weights), weights.down).astype(jnp.float32)
 
 
 # --- few choices --------------------------------------------------------------------------------
@@ -215,8 +228,8 @@ def _nothing(compute: Callable[[Any], jax.Array], row: jax.Array) -> jax.Array:
 
 
 def _expert_by_rows(kind: Kind, x: jax.Array, weights: ExpertWeights) -> jax.Array:
-    gate, up = (_row_product(x, w) for w in weights[:2])
-    return _row_product(_inner(kind, gate, up, weights), weights.down).astype(jnp.float32)
+    given = [_row_product(x, w) for w in weights.inputs]
+    return _row_product(_inner(kind, given, weights), weights.down).astype(jnp.float32)
 
 
 def _row_product(x: jax.Array, w: Any) -> jax.Array:
@@ -238,8 +251,8 @@ def all_at_once(
     experts that a token did not choose cost no time.
     """
     share = by_expert(chosen, shares, count_of(experts))[..., None]  # [N, X, 1]
-    gate, up = (_product(x, w, (1,), (2,)) for w in experts[:2])  # [N, X, F]
-    h = _inner(kind, gate, up, experts, lambda bias: jnp.asarray(bias)[None])
+    given = [_product(x, w, (1,), (2,)) for w in experts.inputs]  # [N, X, F]
+    h = _inner(kind, given, experts, lambda bias: jnp.asarray(bias)[None])
     y = _product(h, experts.down, (2,), (2,), batch=True)  # [X, N, E]
     y = jnp.moveaxis(y, 0, 1).astype(jnp.float32)
     return jnp.sum(jnp.where(share != 0, y * share, 0.0), axis=1)
@@ -275,9 +288,9 @@ def sorted_mixture(
     owners, many = chosen.reshape(-1), count_of(experts)
     order = jnp.argsort(owners)  # [N k], stable
     rows = x[order // k]  # [N k, E]
-    gate, up = (_grouped(rows, w, owners, many) for w in experts[:2])  # [N k, F]
+    given = [_grouped(rows, w, owners, many) for w in experts.inputs]  # [N k, F]
     mine = lambda bias: jnp.asarray(bias)[jnp.minimum(owners[order], many - 1)]
-    h = _inner(kind, gate, up, experts, mine)
+    h = _inner(kind, given, experts, mine)
     y = _grouped(h, experts.down, owners, many)  # [N k, E]
     # A gather restores the order of the tokens, so that every device sums in the same order.
     y = y[jnp.argsort(order)].reshape(count, k, y.shape[-1]).astype(jnp.float32)
@@ -389,9 +402,9 @@ def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExp
         places = jnp.where(owner < many, owner + first, -1)
         return block_matmul(x.astype(dtype), w.astype(dtype), places)
 
-    gate, up = (product(rows, w) for w in found[:2])
+    given = [product(rows, w) for w in found.inputs]
     mine = lambda bias: jnp.asarray(bias)[jnp.minimum(owner, many - 1)][:, None]
-    return product(_inner(kind, gate, up, found, mine), found.down)
+    return product(_inner(kind, given, found, mine), found.down)
 
 
 # --- one by one ---------------------------------------------------------------------------------

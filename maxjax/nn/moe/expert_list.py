@@ -25,36 +25,36 @@ from .experts import ExpertSplit, mixture, mixture_on_mesh, split_of
 
 
 class ExpertMLP(Module):
-    """One expert, a gated feed-forward network: ``down(act(gate(x)) · up(x))``.
+    """One expert, a feed-forward network: ``down(act(gate(x)) · up(x))``, or ``down(act(up(x)))`` without a gate.
 
     Args:
         size, inner: E and F.
         dtype: dtype of the weights.
-        names: attribute names of the gate, up and down projections.
+        names: attribute names of the gate, up and down projections, or of up and down.
         act: name of an activation function, or a hashable function of the results of gate and up.
         has_bias: whether each linear layer has a bias.
     """
 
     def __init__(
-        self, size: int, inner: int, dtype: DType, names: tuple[str, str, str], act: Kind,
+        self, size: int, inner: int, dtype: DType, names: tuple[str, ...], act: Kind,
         has_bias: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.names, self.act = names, act
-        gate, up, down = names
-        setattr(self, gate, Linear(size, inner, dtype, has_bias=has_bias))
-        setattr(self, up, Linear(size, inner, dtype, has_bias=has_bias))
+        *inputs, down = names
+        for name in inputs:
+            setattr(self, name, Linear(size, inner, dtype, has_bias=has_bias))
         setattr(self, down, Linear(inner, size, dtype, has_bias=has_bias))
 
     @property
     def linears(self) -> list[Linear]:
-        """The gate, up and down projections."""
+        """The projections, the down projection last."""
         return [getattr(self, name) for name in self.names]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., E]`` → the same shape."""
-        gate, up, down = self.linears
-        return down(between(self.act, *linears([gate, up], x)))
+        *inputs, down = self.linears
+        return down(between(self.act, *linears(inputs, x)))
 
 
 class Experts(ExpertStack):
@@ -69,7 +69,8 @@ class Experts(ExpertStack):
         size, inner: E and F.
         count: X.
         dtype: dtype of the weights.
-        names: the checkpoint's names of an expert's gate, up and down projections.
+        names: the checkpoint's names of an expert's gate, up and down projections; of up and down for experts
+            without a gate.
         act: name of an activation function, or a hashable function of the results of gate and up.
         has_bias: whether the linear layers have biases.
 
@@ -84,7 +85,7 @@ class Experts(ExpertStack):
 
     def __init__(
         self, size: int, inner: int, count: int, dtype: DType,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         act: Kind = "silu", has_bias: bool = False,
     ):  # fmt: skip
         super().__init__(ExpertMLP(size, inner, dtype, names, act, has_bias), count)
@@ -131,7 +132,8 @@ class Experts(ExpertStack):
         rules: dict[str, Any] = {}
         whole = ("expert",) if self.is_stacked else ()
         for i in self._mx_children:  # one stands for all experts where they are stacked
-            for name, strategy in zip(self.names, (rows, rows, columns), strict=True):
+            for name in self.names:
+                strategy = columns if name == self.names[-1] else rows
                 rules |= linear_rules(f"{i}.{name}", strategy, EXPERTS, whole)
         return rules
 
@@ -142,7 +144,7 @@ class Experts(ExpertStack):
         return any(type(m) is QuantizedLinear for expert in each for m in expert.linears)
 
     def _stacks(self, what: str) -> list[Any]:
-        """The stored stacks of the gate, up and down projections' weights or biases."""
+        """The stored stacks of the projections' weights or biases."""
         return [self.holder(f"{name}.{what}").stored for name in self.names]
 
     def _weights(self) -> Any:
@@ -181,5 +183,4 @@ def _add(expert: Any, carry: Any, *, number: Any, chosen: jax.Array, shares: jax
 
 
 def _operands(weights: list[Any], biases: list[Any]) -> ExpertWeights:
-    given = tuple(bias.operand() for bias in biases)
-    return ExpertWeights(*(w.operand() for w in weights), given or None)  # type: ignore[arg-type]
+    return ExpertWeights.of([w.operand() for w in weights], [b.operand() for b in biases])

@@ -79,6 +79,7 @@ def mixture(
 ) -> jax.Array:
     """``Σ share · down(activation(gate(x)) · up(x))`` over a token's experts, in float32.
 
+    Experts without a gate are ``down(activation(up(x)))``.
     The projections add their biases, if there are any.
 
     No token is dropped, however many choose the same expert, and no token depends on another.
@@ -246,9 +247,9 @@ def mixture_on_mesh(
         return local_mixture(x, chosen, shares, experts, kind, split, rows)
 
     inner, whole = split.inner or None, split.whole or None
-    rules = ExpertWeights(P(whole, inner), P(whole, inner), P(whole, None, inner))
-    if found.biases is not None:
-        rules = rules._replace(biases=(P(whole, inner), P(whole, inner), P(whole)))
+    each = [P(whole, inner) for _ in found.inputs]
+    biases = [] if found.biases is None else [*each, P(whole)]
+    rules = ExpertWeights.of([*each, P(whole, None, inner)], biases)
     is_spec = lambda a: isinstance(a, P)
     places = jax.tree.map(lambda rule, w: _spec(w, rule), rules, found, is_leaf=is_spec)
     wanted = (P(rows), P(rows), P(rows), places)
@@ -335,8 +336,8 @@ def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> ExpertSplit | None:
     """How experts are split over a mesh; None if they are not all split in the same way.
 
     Args:
-        experts: for each expert, or for all stacked experts, the Weights or StackedWeights of the gate, up and
-            down projections.
+        experts: for each expert, or for all stacked experts, the Weights or StackedWeights of its projections,
+            the down projection last.
         mesh: mesh that the weights are sharded over.
     """
     fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
@@ -345,7 +346,7 @@ def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> ExpertSplit | None:
             tuple(name for name in split_over(weight, axis) if name != fsdp),
             getattr(weight.stored, "split", ()),
         )
-        for weights in experts
-        for weight, axis in zip(weights, (0, 0, 1), strict=True)
+        for *inputs, down in experts
+        for weight, axis in (*((w, 0) for w in inputs), (down, 1))
     }
     return found.pop() if len(found) == 1 else None

@@ -300,8 +300,14 @@ def of_falcon_h1(pick: Pick, found: Settings) -> Settings:
 
 def of_nemotron_h(pick: Pick, found: Settings) -> Settings:
     heads, width, more = mamba(pick, found)
-    letters = "".join(pick.many(pick(1, 2, 4), "M", "M", "*", "-")) + "*"
-    return {"hybrid_override_pattern": letters, "num_hidden_layers": LEFT_OUT, "layers_block_type": LEFT_OUT,
+    letters = "".join(pick.many(pick(1, 2, 4), "M", "M", "*", "-", "E")) + "*"
+    groups = pick(1, 2)
+    chosen = pick(1, groups)
+    most = found["n_routed_experts"] // groups * chosen
+    return {"moe_shared_expert_intermediate_size": pick(12, 20), "moe_latent_size": pick(None, 8, 12),
+            "n_group": groups, "topk_group": chosen,
+            "num_experts_per_tok": min(found["num_experts_per_tok"], most),
+            "hybrid_override_pattern": letters, "num_hidden_layers": LEFT_OUT, "layers_block_type": LEFT_OUT,
             "mamba_num_heads": heads, "mamba_head_dim": width, "n_groups": more["mamba_n_groups"],
             "ssm_state_size": more["mamba_d_state"], "conv_kernel": more["mamba_d_conv"],
             "use_conv_bias": pick.maybe(), "use_bias": False, "mlp_hidden_act": pick("relu2", "silu"),

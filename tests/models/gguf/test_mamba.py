@@ -25,17 +25,20 @@ from tests.models.gguf.test_deepseek import rewritten
 KINDS = {
     "mamba2": ("mamba2", "mixer"),
     "granitemoehybrid": ("granitehybrid", "mamba"),
-    "nemotron_h": ("nemotron_h", "mixer"),
+    "nemotron_h": ("nemotron_h_moe", "mixer"),
+    "nemotron_h-dense": ("nemotron_h", "mixer"),
     "falcon_h1": ("falcon-h1", "mamba"),
 }
-CASES = {case.family: case for case in reversed(every()) if case.family in KINDS}
+CASES = {
+    name: case for case in reversed(every()) for name in (str(case), case.family) if name in KINDS
+}
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def made(request, tmp_path_factory):
-    """(Family, folder with a checkpoint in ``hf`` and ``hf.gguf``, its tensors, its configuration)."""
+    """(Family or case, folder with a checkpoint in ``hf`` and ``hf.gguf``, its tensors, its configuration)."""
     folder = tmp_path_factory.mktemp(request.param)
     tensors = CASES[request.param].model(folder / "hf").tensors
     convert(folder / "hf", folder / "hf.gguf")

@@ -99,6 +99,35 @@ def test_ways_for_stacked_experts_some_of_which_are_elsewhere(way, n):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.default("grouped", "blocks for a kernel", "each by rows", "one by one")
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_without_a_gate(way):
+    x, chosen, shares = tokens_of(9, 4, 2)
+    rng = np.random.default_rng(6)
+    each = [
+        ExpertWeights.of(
+            [rng.normal(size=shape).astype(np.float32) for shape in ((F, E), (E, F))],
+            [rng.normal(size=n).astype(np.float32) for n in (F, E)],
+        )
+        for _ in range(4)
+    ]
+    expected, of_down = np.zeros(x.shape), np.zeros(x.shape)
+    for i, token in enumerate(x.astype(np.float64)):
+        for number, share in zip(chosen[i], shares[i], strict=True):
+            (up, down), (_, inner, bias) = each[number].matrices, each[number].biases
+            expected[i] += share * (down @ np.maximum(up @ token + inner, 0) ** 2)
+            of_down[i] += share * bias
+    own = module.stacked(each)
+    assert own.gate is None and own.biases[0] is None
+    found = jax.jit(functools.partial(WAYS[way], "relu2"))(x, chosen, shares, own)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    if way == "blocks":  # the way of this platform; the mixture adds the last biases
+        for given in (own, each):
+            found = jax.jit(functools.partial(mixture, kind="relu2"))(x, chosen, shares, given)
+            np.testing.assert_allclose(found, expected + of_down, rtol=1e-4, atol=1e-4)
+
+
 def with_a_limit(gate, up):
     """Another function between the projections than an activation times the other."""
     return jnp.minimum(gate, 1.0) * (up + 1.0)

@@ -67,7 +67,10 @@ class FamilyConfig:
 
     @property
     def experts(self) -> int:
-        """The number of experts in a layer that has experts; 0 in a dense model."""
+        """The number of experts in a layer that has experts; 0 if no layer has."""
+        count, is_sparse = self.config.num_hidden_layers, getattr(self.config, "is_sparse", None)
+        if is_sparse is not None and not any(map(is_sparse, range(count))):
+            return 0
         return self._first("num_experts", "num_local_experts", "n_routed_experts") or 0
 
     @property
