@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 import maxjax
-from maxjax.models.multimodal import ARCHITECTURES, TEXTS
+from maxjax.models.multimodal import ARCHITECTURES, WRAPPERS
 from maxjax.models.names import VISION_PATTERNS
 from scripts.family_snapshot import Snapshot
 from scripts.random_decoders import generator, respelled, within
@@ -143,7 +143,9 @@ def multimodal() -> Iterator[Snapshot]:
     kinds: set[str] = set()
     for number, (architecture, kind) in enumerate(ARCHITECTURES.items()):
         group = f"multimodal {kind}"
-        for name in TEXTS[kind] if kind not in kinds else [None]:
+        wrapper = WRAPPERS[kind]
+        others = wrapper.own if wrapper.own or not wrapper.takes_any else ("llama", "qwen3")
+        for name in [None, *others] if kind not in kinds else [None]:
             write = functools.partial(write_multimodal, architecture, kind, name, number)
             yield Snapshot(f"{group}/{architecture} {name}", write)
         if kind in kinds:
@@ -155,7 +157,7 @@ def multimodal() -> Iterator[Snapshot]:
         if "omni" in kind:
             write = functools.partial(write_thinker, architecture, kind, number)
             yield Snapshot(f"{group}/{architecture} thinker", write)
-        if TEXTS[kind][None].flat:
+        if wrapper.flat:
             write = functools.partial(write_flat, architecture, kind, number)
             yield Snapshot(f"{group}/{architecture} flat", write)
 
@@ -164,7 +166,8 @@ def write_multimodal(
     architecture: str, kind: str, name: str | None, seed: int, directory: Path
 ) -> None:
     """A random text model in a multimodal model, with some tensors of its other parts."""
-    text = TEXTS[kind][name]
+    text = WRAPPERS[kind].text_model(name)
+    assert text is not None
     write_drawn(text.model_type, seed, directory, **text.always)
 
     def wrapped(config: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import maxjax
-from maxjax.models.multimodal import ARCHITECTURES, TEXTS
+from maxjax.models import find_family
+from maxjax.models.multimodal import ARCHITECTURES, WRAPPERS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.models.decoders import ids_of, padded
@@ -98,13 +99,16 @@ def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
     config = respelled(drawn, json.loads(path.read_text()))
     parents = [
         (kind, name)
-        for kind, texts in TEXTS.items()
-        for name, text in texts.items()
-        if text.model_type == drawn.model_type
+        for kind, wrapper in WRAPPERS.items()
+        for name in (*wrapper.own, None, *([drawn.model_type] if wrapper.takes_any else []))
+        if (text := wrapper.text_model(name)) is not None
+        # Voxtral's defaults are for a Llama: transformers' files of other families may lack these keys.
+        and (not wrapper.defaults or drawn.model_type == wrapper.text)
+        and text.model_type == drawn.model_type
         and all(config.get(key) == value for key, value in text.always.items())
     ]
     if parents and not drawn.bare and rng.random() < 0.4:
-        kind, name = parents[0]
+        kind, name = parents[int(rng.integers(len(parents)))]
         if name is None:  # a file that does not say which text model it is
             del config["model_type"]
         else:
@@ -129,13 +133,18 @@ def within(config: dict[str, Any], kind: str, folder: Path, is_old: bool) -> dic
     front = "language_model.model." if is_old else "model.language_model."
     head = "language_model.lm_head." if is_old else "lm_head."
     tensors = load_file(folder / "model.safetensors")
+    own = find_family({"model_type": kind, "text_config": config}).names.headless_prefix or "model."
     named = {
-        re.sub("^model[.]", front, re.sub("^lm_head[.]", head, name)): value
+        re.sub(f"^(model[.]|{re.escape(own)})", front, re.sub("^lm_head[.]", head, name)): value
         for name, value in tensors.items()
     }
     save_file(named, folder / "model.safetensors", {"format": "pt"})
     architecture = next(name for name, one in ARCHITECTURES.items() if one == kind)
-    return {"architectures": [architecture], "model_type": kind, "text_config": config}
+    tied = not any(name.startswith(("lm_head.", "embed_out.")) for name in tensors)
+    return {
+        "architectures": [architecture], "model_type": kind, "text_config": config,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
 
 
 def generator(family: str, seed: int) -> np.random.Generator:

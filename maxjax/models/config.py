@@ -94,6 +94,8 @@ class ModelConfig:
     model_type: ClassVar[str] = ""
     # Keys of special tokens, which are written as null if they are not known: transformers' own may not exist.
     special: ClassVar[tuple[str, ...]] = ()
+    # Whether a model may be the text model of a multimodal model.
+    in_multimodal: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes the instance; an unknown keyword argument raises an error with the name that it has here."""

@@ -64,7 +64,7 @@ from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
 from .gguf.names import NEXT, ROUTED_DEFAULTS, ROUTED_KEYS, Rule, expert_names
 from .gguf.pieces import computed
 from .gguf.table import GGUFTable
-from .names import DECODER, MULTIMODAL, PREDICTION, Drop, Names
+from .names import DECODER, PREDICTION, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -707,7 +707,7 @@ DEEPSEEK_V2 = DeepseekV2.family = Family.of(
 DEEPSEEK_V3 = DeepseekV3.family = Family.of(
     DeepseekV3,
     DeepseekV3Config,
-    names=Names(PREDICTION, FusedExperts(), *MULTIMODAL, Drop("mm_projector.*"), *DECODER),
+    names=Names(PREDICTION, FusedExperts(), *DECODER),
     gguf=DEEPSEEK_GGUF,
 )
 # Kimi K2's files name DeepSeek's architecture, but a model type of their own.

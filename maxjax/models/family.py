@@ -24,7 +24,7 @@ from ..nn.layer import ExpertStack, Module
 from ..nn.linear import ColumnParallelLinear, Linear
 from ..nn.stacked_linear import StackedLinear
 from .config import ModelConfig
-from .names import CACHE_SCALES, Names, matcher, unwrapped
+from .names import CACHE_SCALES, Names, matcher, multimodal_rows, unwrapped
 
 if TYPE_CHECKING:
     from .gguf.table import GGUFTable
@@ -53,7 +53,8 @@ class Family:
             are the checkpoint's tensors by the model's names: optional parts are built
             if their tensors are present.
         names: the names of tensors in files and in the model. In all families, scales of a KV cache in FP8
-            are dropped, since they have no effect without such a cache.
+            are dropped, since they have no effect without such a cache; and every decoder may be the text model of
+            a multimodal model.
         tied: names of the head's weight and of the embedding table's weight, which are one weight
             where the configuration ties them.
         gguf: how the family's GGUF files name tensors and settings; None: there are no such files.
@@ -71,8 +72,11 @@ class Family:
     gguf: GGUFTable | None = None
 
     def __post_init__(self) -> None:
-        if CACHE_SCALES not in self.names.rows:
-            object.__setattr__(self, "names", Names(CACHE_SCALES, *self.names.rows))
+        rows = self.names.rows
+        if CACHE_SCALES not in rows:
+            front = self.names.headless_prefix or "model."
+            text = multimodal_rows(front) if self.config.in_multimodal else ()
+            object.__setattr__(self, "names", Names(CACHE_SCALES, *text, *rows))
 
     @classmethod
     def of(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointFormatError, UnsupportedModelError, closest
+from ..errors import CheckpointFormatError, UnsupportedModelError
 from .family import Family
-from .multimodal import ARCHITECTURES as _MULTIMODAL
-from .multimodal import TEXTS as _TEXTS
 from .multimodal import text_settings
 from .parts.config import LanguageModelConfig
 from .parts.score import ENDING
@@ -30,7 +29,7 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
     """Finds the family of a configuration, by its first architecture, or else by its model type.
 
     Raises:
-        UnsupportedModelError: maxjax does not have the model; the message lists the families.
+        UnsupportedModelError: maxjax does not have the model; the message names the nearest one, if one is near.
         CheckpointFormatError: the configuration names neither, or not as strings.
     """
     architectures, model_type = config.get("architectures"), config.get("model_type")
@@ -40,10 +39,10 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         raise CheckpointFormatError("'architectures' is not a list of strings", path=path)
     if model_type is not None and not isinstance(model_type, str):
         raise CheckpointFormatError("'model_type' is not a string", path=path)
+    config = text_of(config, path)
+    architectures, model_type = config.get("architectures"), config.get("model_type")
     # An unknown architecture with a known model type is a different model, so the type is not used.
     if architectures:
-        if architectures[0] in _MULTIMODAL:
-            architectures = text_of(config, path)["architectures"]
         for family in of_architecture(architectures[0]):
             if family.claims(config):
                 return family
@@ -52,8 +51,6 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         what = f"the architecture {architectures[0]!r}"
         raise _unsupported(what, architectures[0], path, model_type)
     if model_type:
-        if model_type in _TEXTS:
-            model_type = text_of(config, path)["model_type"]
         for family in of_model_type(model_type):
             if family.claims(config):
                 return family
@@ -88,12 +85,9 @@ def _unsupported(
     like = _nearest(name[:200]) if said is None else ((*said.architectures, model_type)[0], said)
     near = "" if like is None else f" The nearest is {like[1].model_type!r} ({like[0]})."
     where = f"{os.fspath(path)}: " if path is not None else ""
-    what = what[:200]
-    known = ", ".join(dict.fromkeys(one.model_type for one in all_families()))
     return UnsupportedModelError(
-        f"{where}{what} is not supported.{near} Supported are {known}; maxjax.models.families() lists "
-        "their architectures. maxjax.models.register(family) adds one of your own: docs/families.md "
-        "shows how"
+        f"{where}{what[:100]} is not supported.{near} maxjax.models.families() lists the supported ones; "
+        "docs/families.md shows how to add one with maxjax.models.register"
     )
 
 
@@ -112,11 +106,14 @@ def _nearest(name: str) -> tuple[str, Family] | None:
     """The nearest name to an architecture or model type, and the family that has it; None if none is near.
 
     Among names with the same first word it is the one with the most words in common, then the fewest
-    other words, then the nearest version. If no name has the same first word, the closest spelling wins.
+    other words, then the nearest version. If no name has the same first word, the closest spelling wins
+    among names with the same first letter.
 
     Example:
         >>> _nearest("Gemma3ForSequenceClassification")[0], _nearest("glm_moe_dsa")[0]
         ('Gemma3ForCausalLM', 'glm4_moe')
+        >>> _nearest("PixtralForConditionalGeneration") is None  # a Mixtral is something else
+        True
     """
     names = {n: one for one in all_families() for n in (*one.architectures, one.model_type)}
     wanted, kind = _words(name), _HEAD.search(name) is not None
@@ -124,8 +121,9 @@ def _nearest(name: str) -> tuple[str, Family] | None:
     alike = [n for n, words in own.items() if words[:1] == wanted[:1] != []]
     if not alike:
         stems = {"".join(words): n for n, words in reversed(own.items())}
-        like = closest("".join(wanted), stems)
-        return None if like is None else (stems[like], names[stems[like]])
+        stems = {stem: n for stem, n in stems.items() if stem[:1] == "".join(wanted)[:1]}
+        like = difflib.get_close_matches("".join(wanted), stems, n=1, cutoff=0.75)
+        return (stems[like[0]], names[stems[like[0]]]) if like else None
 
     def far(n: str) -> tuple[int, int, int, float]:
         same, others = {*own[n]} & {*wanted}, {*own[n]} - {*wanted}

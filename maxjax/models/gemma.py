@@ -46,7 +46,7 @@ from .gguf.layouts import Plus
 from .gguf.metadata import Settings, unsupported
 from .gguf.names import Rule
 from .gguf.table import GGUFTable
-from .names import DECODER, MULTIMODAL, Drop, Names
+from .names import DECODER, Drop, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -709,6 +709,6 @@ GEMMA3 = Gemma3.family = Family.of(
     "Gemma3ForCausalLM",
     "Gemma3TextModel",
     # EmbeddingGemma's dense layers in GGUF files belong to its pooling.
-    names=Names(*MULTIMODAL, Drop("dense_2.*", "dense_3.*"), *DECODER),
+    names=Names(Drop("dense_2.*", "dense_3.*"), *DECODER),
     gguf=GEMMA3_GGUF,
 )

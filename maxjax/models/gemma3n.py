@@ -63,7 +63,7 @@ from .gguf.names import HEAD_NORMS, Rule, Source
 from .gguf.pieces import computed, rows
 from .gguf.sources import Relaid
 from .gguf.table import GGUFTable
-from .names import DECODER, MULTIMODAL, Headless, Names
+from .names import DECODER, Headless, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -745,7 +745,6 @@ GEMMA3N = Gemma3n.family = Family.of(
     "Gemma3nForCausalLM",
     "Gemma3nTextModel",
     names=Names(
-        *MULTIMODAL,
         *DECODER,
         Headless(
             "model.",

@@ -62,7 +62,7 @@ from .gemma3n import (
 from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
 from .gguf.names import Rule, expert_names
 from .gguf.table import GGUFTable
-from .names import DECODER, MULTIMODAL, Headless, Names, Rename
+from .names import DECODER, Headless, Names, Rename
 from .parts import (
     CAUSAL,
     FULL,
@@ -705,7 +705,6 @@ GEMMA4 = Gemma4.family = Family.of(
             down=("experts.down_proj",),
             written=True,
         ),
-        *MULTIMODAL,
         *DECODER,
         Headless(
             "model.",

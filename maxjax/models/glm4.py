@@ -41,7 +41,7 @@ from .family import Family
 from .gguf.metadata import Settings
 from .gguf.pieces import check_rows, rows
 from .gguf.table import GATE_UP, GGUFTable
-from .names import DECODER, MULTIMODAL, Names
+from .names import DECODER, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -293,6 +293,6 @@ GLM4_FAMILY = GLM4.family = Family.of(
     GLM4Config,
     "Glm4ForCausalLM",
     "Glm4Model",
-    names=Names(*MULTIMODAL, *DECODER),
+    names=Names(*DECODER),
     gguf=GLM4_GGUF,
 )

@@ -46,7 +46,7 @@ from .family import Family
 from .fused_experts import FusedExperts
 from .gguf.names import HEAD_NORMS, NEXT, ROUTED_DEFAULTS, ROUTED_KEYS, Rule, expert_names
 from .gguf.table import GGUFTable
-from .names import DECODER, MULTIMODAL, PREDICTION, Names
+from .names import DECODER, PREDICTION, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -330,6 +330,6 @@ GLM4_MOE = GLM4MoE.family = Family.of(
     GLM4MoEConfig,
     "Glm4MoeForCausalLM",
     "Glm4MoeModel",
-    names=Names(PREDICTION, FusedExperts(), *MULTIMODAL, *DECODER),
+    names=Names(PREDICTION, FusedExperts(), *DECODER),
     gguf=GLM4_MOE_GGUF,
 )

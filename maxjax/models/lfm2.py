@@ -53,7 +53,7 @@ from .gguf.metadata import Settings
 from .gguf.names import Rule, expert_names
 from .gguf.state_layouts import Taps
 from .gguf.table import GGUFTable
-from .names import MULTIMODAL, ROPE_TABLES, Headless, Names
+from .names import ROPE_TABLES, Headless, Names
 from .parts import (
     FULL,
     Angles,
@@ -460,7 +460,7 @@ LFM2_FAMILY = LFM2.family = Family.of(
     LFM2Config,
     "Lfm2ForCausalLM",
     "Lfm2Model",
-    names=Names(*MULTIMODAL, ROPE_TABLES, _HEADLESS),
+    names=Names(ROPE_TABLES, _HEADLESS),
     gguf=LFM2_GGUF,
 )
 LFM2_MOE = LFM2MoE.family = Family.of(

@@ -36,7 +36,7 @@ from .gguf.config.read import expert_counts
 from .gguf.metadata import MAX_EXPERTS, Settings
 from .gguf.names import expert_names
 from .gguf.table import PERMUTED, GGUFTable
-from .names import DECODER, MULTIMODAL, Names
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -256,9 +256,7 @@ LLAMA_GGUF = GGUFTable(
     is_divided=True,
 )
 
-LLAMA = Llama.family = Family.of(
-    Llama, LlamaConfig, names=Names(*MULTIMODAL, *DECODER), gguf=LLAMA_GGUF
-)
+LLAMA = Llama.family = Family.of(Llama, LlamaConfig, names=Names(*DECODER), gguf=LLAMA_GGUF)
 
 # --- Mistral: each token attends to a window of tokens ------------------------------------------
 
@@ -295,7 +293,7 @@ class Mistral(Llama):
     """
 
 
-MISTRAL = Mistral.family = Family.of(Mistral, MistralConfig, names=Names(*MULTIMODAL, *DECODER))
+MISTRAL = Mistral.family = Family.of(Mistral, MistralConfig, names=Names(*DECODER))
 
 
 # --- Qwen 2 and 2.5: queries, keys and values have biases ---------------------------------------
@@ -358,9 +356,7 @@ QWEN2_GGUF = GGUFTable(
     written=("pooling_type",),
 )
 
-QWEN2 = Qwen2.family = Family.of(
-    Qwen2, Qwen2Config, names=Names(*MULTIMODAL, *DECODER), gguf=QWEN2_GGUF
-)
+QWEN2 = Qwen2.family = Family.of(Qwen2, Qwen2Config, names=Names(*DECODER), gguf=QWEN2_GGUF)
 
 
 # --- Seed-OSS: the output projection has a bias of its own --------------------------------------

@@ -45,7 +45,7 @@ from .fused_experts import FusedExperts
 from .gguf.metadata import unsupported
 from .gguf.names import expert_names
 from .gguf.table import GGUFTable
-from .names import DECODER, MULTIMODAL, Names
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -397,7 +397,6 @@ LLAMA4 = Llama4.family = Family.of(
             transposed=True,
             written=True,
         ),
-        *MULTIMODAL,
         *DECODER,
     ),
     gguf=LLAMA4_GGUF,

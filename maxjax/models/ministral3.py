@@ -37,7 +37,7 @@ from ..nn.norm import RMSNorm
 from .family import Family
 from .gguf.metadata import Settings, unsupported
 from .gguf.table import PERMUTED, GGUFTable
-from .names import DECODER, MULTIMODAL, Names
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     Angles,
@@ -270,5 +270,5 @@ MINISTRAL3_GGUF = GGUFTable(
 )
 
 MINISTRAL3 = Ministral3.family = Family.of(
-    Ministral3, Ministral3Config, names=Names(*MULTIMODAL, *DECODER), gguf=MINISTRAL3_GGUF
+    Ministral3, Ministral3Config, names=Names(*DECODER), gguf=MINISTRAL3_GGUF
 )

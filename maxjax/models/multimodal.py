@@ -1,19 +1,22 @@
 """Reads the text model in a checkpoint of a multimodal model, where settings are nested and names prefixed.
 
-A multimodal model is read as the language model that it contains: ``text_settings`` extracts the
-configuration of that, and the rows ``MULTIMODAL`` of ``names`` its tensors. Tensors for images and audio are left out.
+A multimodal model is read as the language model that it contains: :func:`text_settings` extracts the
+configuration of that, and the rows ``multimodal_rows`` of ``names`` its tensors. Tensors for images and audio are
+left out. In most multimodal models, ``text_config`` may be of any family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ..errors import UnsupportedModelError
+from .registry import ENTRIES
 
 # Keys outside ``text_config`` that apply to the text model too.
-_TOP_LEVEL = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "eos_token_id")
+_TOP_LEVEL = ("quantization_config", "dtype", "torch_dtype", "eos_token_id")
+_TIE = "tie_word_embeddings"
 # Keys that mean the same as another one, which files may have instead.
 _ALSO = {"num_local_experts": "num_experts"}
 # RoPE settings for the positions of images. A text token has the same position in all sections.
@@ -29,26 +32,84 @@ class TextModel:
         defaults: values for keys that a file leaves out, where they differ from the defaults of
             ``model_type``.
         always: values for keys that transformers' code of the model ignores, whatever a file says.
-        flat: whether old files hold its settings at the top level, and not in ``text_config``.
     """
 
     model_type: str
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    flat: bool = False
     always: Mapping[str, Any] = field(default_factory=dict)
 
 
-_MISTRAL = TextModel("mistral", "MistralForCausalLM")
-_MINISTRAL = TextModel("ministral3", "Ministral3ForCausalLM")
+@dataclass(frozen=True)
+class Wrapper:
+    """A kind of multimodal model, as transformers' class for its settings reads them.
+
+    Attributes:
+        text: ``model_type`` of the text model, for a file that does not have it in ``text_config``.
+        tied: whether the head is tied to the embedding table, for a file without ``tie_word_embeddings`` at its
+            top level; "text": as ``text_config`` says; "either": if one of the two says so.
+        own: the text models that occur only within multimodal models or have other defaults there, by
+            ``model_type`` in ``text_config``.
+        takes_any: whether the text model may be of any family; if not, it is always the same one.
+        defaults: values for keys that a file leaves out, whichever the text model is.
+        flat: whether old files hold the text model's settings at the top level, and not in ``text_config``.
+    """
+
+    text: str
+    tied: bool | Literal["text", "either"] = False
+    own: Mapping[str, TextModel] = field(default_factory=dict)
+    takes_any: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    flat: bool = False
+
+    def text_model(self, name: str | None = None) -> TextModel | None:
+        """Return the text model with a ``model_type`` in ``text_config``; None if no family has this type."""
+        kind = self.text if name is None or not self.takes_any and name not in self.own else name
+        if kind in self.own:
+            return self.own[kind]
+        names = (one.architectures.split() for one in ENTRIES.values() if one.model_type == kind)
+        found = (one[0] for one in names if one and one[0].endswith(_DECODERS))
+        architecture = next(found, None)
+        if architecture is None:
+            return None
+        sizes = dict(zip(_SIZE_KEYS, _SIZES.get(kind, ()), strict=False))
+        return TextModel(kind, architecture, {**sizes, **self.defaults})
+
+
+# How the names of decoders end.
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+# Sizes of transformers' classes, which files of multimodal models leave out where they are the same.
+_SIZE_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+)
+_SIZES = {
+    "llama": (32_000, 4096, 11_008, 32, 32),
+    "mistral": (32_000, 4096, 14_336, 32, 32),
+    "qwen2": (151_936, 4096, 22_016, 32, 32),
+    "qwen3": (151_936, 4096, 22_016, 32, 32),
+    "qwen3_moe": (151_936, 2048, 6144, 24, 32),
+    "granite": (32_000, 4096, 11_008, 32, 32),
+    "gemma": (256_000, 3072, 24_576, 28, 16),
+    "gemma2": (256_000, 2304, 9216, 26, 8),
+    "phi3": (32_064, 3072, 8192, 32, 32),
+    "cohere": (256_000, 8192, 22_528, 40, 64),
+    "cohere2": (256_000, 8192, 22_528, 40, 64),
+    "exaone4": (102_400, 4096, 16_384, 32, 32),
+    "lfm2": (65_536, 2560, 12_288, 32, 32),
+    "olmo2": (50_304, 4096, 11_008, 32, 32),
+    "smollm3": (128_256, 2048, 11_008, 36, 16),
+}
+
+
+def _only(text: TextModel, tied: Any = False, *, flat: bool = False) -> Wrapper:
+    """A multimodal model whose text model is always the same."""
+    return Wrapper(text.model_type, tied, {text.model_type: text}, takes_any=False, flat=flat)
+
+
 _QWEN2 = TextModel(
-    "qwen2", "Qwen2ForCausalLM",
-    {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}, True,
-)  # fmt: skip
-_OMNI = TextModel(
-    "qwen2", "Qwen2ForCausalLM",
-    {"rope_theta": 1e6, "tie_word_embeddings": True, "num_key_value_heads": 4},
-)  # fmt: skip
+    "qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
+)
+_OMNI = TextModel("qwen2", "Qwen2ForCausalLM", {"rope_theta": 1e6, "num_key_value_heads": 4})
 _QWEN3 = TextModel(
     "qwen3", "Qwen3ForCausalLM", {"rope_theta": 5e5, "max_position_embeddings": 128_000}
 )
@@ -61,30 +122,6 @@ _QWEN3_MOE = TextModel(
     },
     always={"norm_topk_prob": True},
 )  # fmt: skip
-# LLaVA's files leave out values that are transformers' defaults for a Llama, Mistral or Qwen 2.
-_USUAL = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-_INSIDE = {
-    "llama": TextModel(
-        "llama", "LlamaForCausalLM", {"vocab_size": 32_000, **_USUAL, "intermediate_size": 11_008}
-    ),
-    "mistral": TextModel(
-        "mistral", "MistralForCausalLM",
-        {"vocab_size": 32_000, **_USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8},
-    ),
-    "qwen2": TextModel(
-        "qwen2", "Qwen2ForCausalLM", {"vocab_size": 151_936, **_USUAL, "intermediate_size": 22_016}
-    ),
-    "qwen3": TextModel("qwen3", "Qwen3ForCausalLM"),
-}  # fmt: skip
-# Voxtral's files may leave out what is as in its small model, whatever its text model is.
-_SMALL_VOXTRAL = {
-    "vocab_size": 131_072, **_USUAL, "hidden_size": 3072, "intermediate_size": 8192,
-    "num_hidden_layers": 30, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8,
-}  # fmt: skip
-_LLAMA: dict[str | None, TextModel] = {None: _INSIDE["llama"], **_INSIDE}
-_VOXTRAL = {name: replace(text, defaults=_SMALL_VOXTRAL) for name, text in _LLAMA.items()}
-_OF_QWEN2: dict[str | None, TextModel] = {None: _INSIDE["qwen2"], **_INSIDE}
 _OMNI_MOE = TextModel(
     "qwen3_moe", "Qwen3MoeForCausalLM", {"rope_theta": 1e6, "norm_topk_prob": True}
 )
@@ -96,39 +133,68 @@ _GLM4_MOE = TextModel(
     "glm4_moe", "Glm4MoeForCausalLM", {"attention_bias": True, "max_position_embeddings": 65_536},
     always={"use_qk_norm": False},
 )  # fmt: skip
-_GLM4V = {None: _GLM4, "glm4v_text": _GLM4, "glm4v_moe_text": _GLM4_MOE}
-_LFM2 = TextModel("lfm2", "Lfm2ForCausalLM")
+_GLM4V = {"glm4v_text": _GLM4, "glm4v_moe_text": _GLM4_MOE}
+_GEMMA3 = TextModel("gemma3_text", "Gemma3ForCausalLM")
+_GEMMA3N = TextModel("gemma3n_text", "Gemma3nForCausalLM")
+_GEMMA4 = TextModel("gemma4_text", "Gemma4ForCausalLM")
+_LLAMA4 = TextModel("llama4_text", "Llama4ForCausalLM")
 _QWEN35 = TextModel("qwen3_5_text", "Qwen3_5ForCausalLM")
 _QWEN35_MOE = TextModel("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
 _DEEPSEEK_V3 = TextModel("deepseek_v3", "DeepseekV3ForCausalLM")
-_GEMMA3N = TextModel("gemma3n_text", "Gemma3nForCausalLM")
-_GEMMA4 = TextModel("gemma4_text", "Gemma4ForCausalLM")
-_GEMMA3 = TextModel("gemma3_text", "Gemma3ForCausalLM")
-_LLAMA4 = TextModel("llama4_text", "Llama4ForCausalLM")
+_EXAONE4 = TextModel("exaone4", "Exaone4ForCausalLM")
+# Voxtral's files may leave out what is as in its small model.
+_VOXTRAL = {
+    "vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+    "rope_theta": 1e8,
+}  # fmt: skip
+_EITHER_LLAMA, _EITHER_QWEN2 = Wrapper("llama", "either"), Wrapper("qwen2", "either")
 
-# ``model_type`` of a multimodal model → its text models, by ``model_type`` in ``text_config``. None is
-# the key for files without a known one there, or with the text model's settings at the top level.
-TEXTS: dict[str, dict[str | None, TextModel]] = {
-    "mistral3": {None: _MISTRAL, "mistral": _MISTRAL, "ministral3": _MINISTRAL},
-    "qwen2_vl": {None: _QWEN2},
-    "qwen2_5_vl": {None: _QWEN2},
-    "qwen3_vl": {None: _QWEN3},
-    "qwen3_vl_moe": {None: _QWEN3_MOE},
-    **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), {None: _OMNI}),
-    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), {None: _OMNI_MOE}),
-    **dict.fromkeys(("glm4v", "glm46v"), _GLM4V),
-    "glm4v_moe": {None: _GLM4_MOE},
-    "qwen3_5": {None: _QWEN35},
-    "qwen3_5_moe": {None: _QWEN35_MOE},
-    "kimi_k25": {None: _DEEPSEEK_V3},
-    "gemma3": {None: _GEMMA3},
-    "gemma3n": {None: _GEMMA3N},
-    "gemma4": {None: _GEMMA4},
-    "llama4": {None: _LLAMA4},
-    "lfm2_vl": {None: _LFM2},
-    **dict.fromkeys(("llava", "llava_next", "idefics3", "smolvlm"), _LLAMA),
-    "voxtral": _VOXTRAL,
-    **dict.fromkeys(("llava_onevision", "internvl", "qwen2_audio"), _OF_QWEN2),
+# ``model_type`` of each multimodal model.
+WRAPPERS: dict[str, Wrapper] = {
+    "qwen2_vl": _only(_QWEN2, "either", flat=True),
+    "qwen2_5_vl": _only(_QWEN2, "either", flat=True),
+    "qwen3_vl": _only(_QWEN3),
+    "qwen3_vl_moe": _only(_QWEN3_MOE),
+    **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), _only(_OMNI)),
+    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), _only(_OMNI_MOE)),
+    "qwen3_5": _only(_QWEN35),
+    "qwen3_5_moe": _only(_QWEN35_MOE),
+    "gemma3": _only(_GEMMA3, True),
+    "gemma3n": _only(_GEMMA3N, True),
+    "gemma4": _only(_GEMMA4, True),
+    "llama4": _only(_LLAMA4),
+    "glm4v": Wrapper("glm4v_text", "either", _GLM4V, takes_any=False),
+    "glm4v_moe": _only(_GLM4_MOE, "either"),
+    "glm46v": Wrapper("glm4v_text", False, _GLM4V),
+    "kimi_k25": Wrapper("deepseek_v3", True, {"kimi_k2": _DEEPSEEK_V3}),
+    "exaone4_5": Wrapper("exaone4", False, {"exaone4_5_text": _EXAONE4}),
+    "voxtral": Wrapper("llama", defaults=_VOXTRAL),
+    **dict.fromkeys(("llava", "llava_next_video"), _EITHER_LLAMA),
+    **dict.fromkeys(("llava_onevision", "fast_vlm", "video_llama_3"), _EITHER_QWEN2),
+    "perception_lm": Wrapper("llama", "text"),
+    **dict.fromkeys(
+        ("llava_next", "video_llava", "vipllava", "idefics3", "smolvlm", "omniasr"),
+        Wrapper("llama"),
+    ),
+    "idefics2": Wrapper("mistral"),
+    **dict.fromkeys(
+        ("qwen2_audio", "audioflamingo3", "musicflamingo", "vibevoice_asr"), Wrapper("qwen2")
+    ),
+    "qianfan_ocr": Wrapper("qwen3"),
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), Wrapper("qwen3_5_text")),
+    "mistral3": Wrapper("mistral", True),
+    **dict.fromkeys(("internvl", "got_ocr2", "ovis2"), Wrapper("qwen2", True)),
+    **dict.fromkeys(
+        ("glmasr", "deepseek_vl", "deepseek_vl_hybrid", "janus"), Wrapper("llama", True)
+    ),
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), Wrapper("cohere2", True)),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), Wrapper("granite", True)),
+    **dict.fromkeys(
+        ("lighton_ocr", "qwen3_asr", "moss_transcribe_diarize"), Wrapper("qwen3", True)
+    ),
+    "minicpm_ocr": Wrapper("qwen3_5_text", True),
+    "lfm2_vl": Wrapper("lfm2", True),
 }
 # ``architectures`` of multimodal models → their ``model_type``.
 ARCHITECTURES: dict[str, str] = {
@@ -161,6 +227,35 @@ ARCHITECTURES: dict[str, str] = {
     "SmolVLMForConditionalGeneration": "smolvlm",
     "VoxtralForConditionalGeneration": "voxtral",
     "Qwen2AudioForConditionalGeneration": "qwen2_audio",
+    "LlavaNextVideoForConditionalGeneration": "llava_next_video",
+    "VipLlavaForConditionalGeneration": "vipllava",
+    "VideoLlavaForConditionalGeneration": "video_llava",
+    "VideoLlama3ForConditionalGeneration": "video_llama_3",
+    "FastVlmForConditionalGeneration": "fast_vlm",
+    "PerceptionLMForConditionalGeneration": "perception_lm",
+    "Idefics2ForConditionalGeneration": "idefics2",
+    "AyaVisionForConditionalGeneration": "aya_vision",
+    "Cohere2VisionForConditionalGeneration": "cohere2_vision",
+    "GotOcr2ForConditionalGeneration": "got_ocr2",
+    "Ovis2ForConditionalGeneration": "ovis2",
+    "DeepseekVLForConditionalGeneration": "deepseek_vl",
+    "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
+    "JanusForConditionalGeneration": "janus",
+    "LightOnOcrForConditionalGeneration": "lighton_ocr",
+    "QianfanOCRForConditionalGeneration": "qianfan_ocr",
+    "Exaone4_5_ForConditionalGeneration": "exaone4_5",
+    "MiniCPMV4_6ForConditionalGeneration": "minicpmv4_6",
+    "MiniCPMV4_7ForConditionalGeneration": "minicpmv4_7",
+    "MiniCPMOcrForConditionalGeneration": "minicpm_ocr",
+    "GlmAsrForConditionalGeneration": "glmasr",
+    "GraniteSpeechForConditionalGeneration": "granite_speech",
+    "GraniteSpeechPlusForConditionalGeneration": "granite_speech_plus",
+    "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
+    "MusicFlamingoForConditionalGeneration": "musicflamingo",
+    "VibeVoiceAsrForConditionalGeneration": "vibevoice_asr",
+    "Qwen3ASRForConditionalGeneration": "qwen3_asr",
+    "OmniASRForConditionalGeneration": "omniasr",
+    "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe_diarize",
 }
 
 
@@ -169,38 +264,56 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Raises:
         ValueError: the settings of the text model are missing or are not an object.
-        UnsupportedModelError: maxjax does not know multimodal models with a text model of that type.
+        UnsupportedModelError: maxjax has no family for the text model.
 
     Example:
         >>> text_settings({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
-        {'hidden_size': 8, 'architectures': ['Gemma3ForCausalLM'], 'model_type': 'gemma3_text'}
+        {'hidden_size': 8, 'tie_word_embeddings': True, 'architectures': ['Gemma3ForCausalLM'],
+         'model_type': 'gemma3_text'}
     """
     listed = raw.get("architectures")
     first = listed[0] if isinstance(listed, list) and listed else None
     kind = ARCHITECTURES.get(first) if isinstance(first, str) else raw.get("model_type")
-    texts, outer = TEXTS.get(kind) if isinstance(kind, str) else None, raw.get("thinker_config")
-    outer = raw if texts is None or not isinstance(outer, Mapping) else {**raw, **outer}
+    wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None
+    thinker = None if wrapper is None else raw.get("thinker_config")
+    outer = {**raw, **thinker} if isinstance(thinker, Mapping) else raw
     given = outer.get("text_config")
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"'text_config' must be an object, not {type(given).__name__}")
-    if texts is None:
+    if wrapper is None:
         return raw
     if given is None:
-        if not texts[None].flat or "hidden_size" not in raw:
+        if not wrapper.flat or "hidden_size" not in raw:
             raise ValueError("'text_config' is missing")
-        given = {key: value for key, value in raw.items() if not key.endswith("_config")}
+        given = {
+            key: value for key, value in raw.items()
+            if not key.endswith("_config") and key != "model_type"
+        }  # fmt: skip
     inner = given.get("model_type")
-    text = texts.get(inner) if isinstance(inner, str) else None
-    if text is None and inner is not None and len({*texts} - {None}) > 1:
-        known = ", ".join(sorted(name for name in texts if name is not None))
+    text = wrapper.text_model(inner if isinstance(inner, str) else None)
+    if text is None:
         raise UnsupportedModelError(
-            f"{kind} with a text model of type {str(inner)[:60]!r} (supported are {known})"
+            f"a text model of type {str(inner)[:60]!r} is not supported for {kind}: "
+            "maxjax.models.families() lists the supported ones"
         )
-    text = text or texts[None]
     shared = {key: outer[key] for key in _TOP_LEVEL if outer.get(key) is not None}
+    tied = _is_tied(wrapper, outer.get(_TIE), given.get(_TIE))
+    shared |= {} if tied is None else {_TIE: tied}
     names = {"architectures": [text.architecture], "model_type": text.model_type}
     defaults = {key: value for key, value in text.defaults.items() if _ALSO.get(key) not in given}
     return {**defaults, **_without_sections(given), **shared, **text.always, **names}
+
+
+def _is_tied(wrapper: Wrapper, outer: Any, inner: Any) -> Any:
+    """``tie_word_embeddings`` of the text model; None: its default.
+
+    Args:
+        wrapper: the kind of multimodal model.
+        outer, inner: the key's values at the top level and in ``text_config``; None: there is none.
+    """
+    if outer is not None and (outer is not False or wrapper.tied != "either"):
+        return outer
+    return inner if isinstance(wrapper.tied, str) else wrapper.tied
 
 
 def is_multimodal(raw: Mapping[str, Any]) -> bool:

@@ -219,26 +219,52 @@ class DropLayers(Row):
 CACHE_SCALES = Drop(
     *(f"*.{one}_scale" for one in ("kv", "k", "v", "q", "prob", "output")), kept=True
 )
-# The text model of a multimodal model, in files of any age; and the other parts of such models.
+# The other parts of multimodal models.
 VISION_PATTERNS = tuple(
     f"{prefix}{part}.*"
     for prefix in ("", "model.", "thinker.")
     for part in (
         *("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower"),
-        *("embed_vision", "embed_audio", "connector"),
+        *("embed_vision", "embed_audio", "connector", "image_tower", "video_tower", "encoder"),
+        *("projector", "aligner", "mm_projector", "perceiver", "qformer", "language_projection"),
     )
-) + ("image_newline", "model.image_newline", "talker.*", "token2wav.*", "code2wav.*")
-TEXT_PREFIX = Prefix(
-    {
-        "model.language_model.": "model.",
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-        "model.text_model.": "model.",
-        "thinker.model.": "model.",
-        "thinker.lm_head.": "lm_head.",
-    }
+) + (
+    *("image_newline", "model.image_newline", "talker.*", "token2wav.*", "code2wav.*"),
+    *("mlp1.*", "query_tokens", "acoustic_tokenizer_encoder.*", "semantic_tokenizer_encoder.*"),
+    *("model.high_res_vision_*", "model.generation_*", "model.vqmodel.*"),
 )
-MULTIMODAL = (TEXT_PREFIX, Drop(*VISION_PATTERNS, kept=True))
+
+
+def text_prefix(front: str) -> Prefix:
+    """The row for the text model of a multimodal model, in files of any age.
+
+    Args:
+        front: prefix of the text model's base model in files of its own: "model." for most.
+
+    Example:
+        >>> row = text_prefix("transformer.")
+        >>> row.model_name("model.language_model.h.0.ln_1.bias"), row.model_name("language_model.lm_head.weight")
+        ('transformer.h.0.ln_1.bias', 'lm_head.weight')
+    """
+    return Prefix(
+        {
+            "model.language_model.": front,
+            "language_model.model.": front,
+            "language_model.": "",
+            "model.text_model.": front,
+            "thinker.model.": front,
+            "thinker.lm_head.": "lm_head.",
+        }
+    )
+
+
+def multimodal_rows(front: str) -> tuple[Row, ...]:
+    """The rows that the table of every decoder has, so that it may be a part of a multimodal model."""
+    return text_prefix(front), Drop(*VISION_PATTERNS, kept=True)
+
+
+TEXT_PREFIX = text_prefix("model.")
+MULTIMODAL = multimodal_rows("model.")
 # The weights of a LayerNorm, by the names of old files.
 GAMMA_BETA = Rename({"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"})
 # Tables of RoPE's frequencies, which old files hold and maxjax computes.

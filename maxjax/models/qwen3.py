@@ -44,7 +44,7 @@ from .gguf.metadata import Settings
 from .gguf.names import CLASSIFIER, HEAD_NORMS, expert_names
 from .gguf.table import GGUFTable
 from .llama import window_layers
-from .names import DECODER, MULTIMODAL, Names
+from .names import DECODER, Names
 from .parts import (
     CAUSAL,
     FULL,
@@ -345,9 +345,7 @@ QWEN3_GGUF = GGUFTable(
     written=("pooling_type",),
 )
 
-QWEN3 = Qwen3.family = Family.of(
-    Qwen3, Qwen3Config, names=Names(*MULTIMODAL, *DECODER), gguf=QWEN3_GGUF
-)
+QWEN3 = Qwen3.family = Family.of(Qwen3, Qwen3Config, names=Names(*DECODER), gguf=QWEN3_GGUF)
 
 
 class Qwen3MoE(Qwen3):
@@ -382,6 +380,6 @@ QWEN3_MOE = Qwen3MoE.family = Family.of(
     Qwen3MoEConfig,
     "Qwen3MoeForCausalLM",
     "Qwen3MoeModel",
-    names=Names(FusedExperts(), *MULTIMODAL, *DECODER),
+    names=Names(FusedExperts(), *DECODER),
     gguf=QWEN3_MOE_GGUF,
 )

@@ -72,7 +72,7 @@ from .gguf.names import NEXT, NO_SUFFIX, Rule, expert_names
 from .gguf.pieces import check_rows, columns, rows
 from .gguf.state_layouts import Logarithm, Taps
 from .gguf.table import GGUFTable
-from .names import DECODER, MULTIMODAL, Drop, Names
+from .names import DECODER, Drop, Names
 from .parts import (
     FULL,
     Angles,
@@ -783,7 +783,7 @@ QWEN3_5 = Qwen35.family = Family.of(
     Qwen35Config,
     "Qwen3_5ForCausalLM",
     "Qwen3_5TextModel",
-    names=Names(FusedExperts(), *MULTIMODAL, _PREDICTION, *DECODER),
+    names=Names(FusedExperts(), _PREDICTION, *DECODER),
     gguf=QWEN3_5_GGUF,
 )
 QWEN3_5_MOE = Qwen35MoE.family = Family.of(
@@ -791,6 +791,6 @@ QWEN3_5_MOE = Qwen35MoE.family = Family.of(
     Qwen35MoEConfig,
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeTextModel",
-    names=Names(FusedExperts(), *MULTIMODAL, _PREDICTION, *DECODER),
+    names=Names(FusedExperts(), _PREDICTION, *DECODER),
     gguf=QWEN3_5_MOE_GGUF,
 )

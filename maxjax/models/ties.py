@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..agreement import as_first
-from ..errors import UserInputError
+from ..errors import UnsupportedModelError, UserInputError
 from ..graph.weights import WeightData
 from ..graph.weights.same import same_kind, same_values
+from .multimodal import text_settings
 
 if TYPE_CHECKING:
     from .family import Family
@@ -76,12 +77,17 @@ def says_tied(family: Family | None, config: Mapping[str, Any]) -> bool:
     """Whether a configuration ties the head; if it does not say, whether the family does by default.
 
     Example:
-        >>> says_tied(None, {}), says_tied(None, {"text_config": {"tie_word_embeddings": True}})
+        >>> said = {"model_type": "llava", "text_config": {"tie_word_embeddings": True}}
+        >>> says_tied(None, {}), says_tied(None, said)
         (False, True)
     """
     key = "tie_word_embeddings"
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
+    try:
+        text = text_settings(config)
+    except (ValueError, UnsupportedModelError):
+        text = config
+    inner = text.get("text_config")  # of a multimodal model that maxjax does not have
+    for part in (text, inner if isinstance(inner, Mapping) else {}):
         if part.get(key) is not None:
             return part[key] is True
     return family is not None and getattr(family.config, key, False) is True

@@ -248,11 +248,12 @@ def test_known_families(config):
         ({"model_type": "mamba"}, "mamba"),
     ],
 )
-def test_unknown_ones_are_named_with_those_there_are(config, named):
+def test_unknown_ones_are_named_in_a_short_message(config, named):
     with pytest.raises(UnsupportedModelError, match=named) as caught:
         find_family(config, path="some/config.json")
     said = str(caught.value)
-    assert "some/config.json" in said and "bert" in said and "docs/families.md" in said
+    assert "some/config.json" in said and "families()" in said and "docs/families.md" in said
+    assert len(said) <= 300
     if named == "JinaBertModel":
         assert "The nearest is 'bert' (BertModel)" in said
     assert isinstance(caught.value, NotImplementedError)
@@ -270,6 +271,7 @@ def test_unknown_ones_are_named_with_those_there_are(config, named):
         ("GPTSw3ForCausalLM", "'gpt2' (GPT2LMHeadModel)"),
         ("LamaForCausalLM", "'llama' (LlamaForCausalLM)"),
         ("T5ForConditionalGeneration", None),
+        ("PixtralForConditionalGeneration", None),
         ("ForCausalLM", None),
     ],
 )

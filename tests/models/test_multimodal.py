@@ -1,16 +1,21 @@
 """The text models of multimodal checkpoints: their settings, their tensors, and what is saved."""
 
+import copy
+import itertools
+
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import maxjax
 from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
 from maxjax.models import find_family
-from maxjax.models.multimodal import ARCHITECTURES, text_settings
+from maxjax.models.multimodal import _SIZES, ARCHITECTURES, WRAPPERS, text_settings
 from maxjax.models.names import MULTIMODAL, Names
 from maxjax.models.qwen3 import Qwen3MoEConfig
 from maxjax.models.registry import of_model_type
+from maxjax.models.ties import says_tied
 from tests.models import decoders
 from tests.models.decoders import SMALL, call, ids_of, logits_of, same
 from tests.oracles.models import OracleModel
@@ -36,7 +41,9 @@ HEARD = {
     "num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16,
     "output_dim": 32, "n_window": 2, "max_source_positions": 8, "downsample_hidden_size": 4,
 }  # fmt: skip
-NORMS = ("model.norm.weight", "model.embedding_norm.weight")
+NORMS = (
+    "model.norm.weight", "model.embedding_norm.weight", "model.final_layer_norm.weight",
+)  # fmt: skip
 SECTIONS = {"type": "mrope", "mrope_section": [1, 1, 2]}.items()
 EVEN = {"rope_type": "default", "rope_theta": 1e6}
 WIDE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -103,11 +110,56 @@ KINDS = {
 }  # fmt: skip
 
 
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 14, "patch_size": 7, "projection_dim": 16,
+}  # fmt: skip
+IDEFICS = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 14, "patch_size": 7,
+}  # fmt: skip
+INTERN = {**IDEFICS, "image_size": [28, 28], "patch_size": [14, 14]}
+# The text model's factor of the logits is 1: transformers' classes of multimodal models leave it out.
+GRANITE = {
+    "model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2, "logits_scaling": 1.0,
+}  # fmt: skip
+COHERE = {"model_type": "cohere2", "head_dim": 8, "logit_scale": 1.0, "sliding_window": 8}
+MOE = {
+    "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
+NEOX = {"model_type": "gpt_neox", "rotary_pct": 0.25, "use_parallel_residual": True}
+ASR = {**HEARD, "num_mel_bins": 16}
+# Multimodal models that may have a text model of any family, with one that their published files have not:
+# transformers' class → as in KINDS, with the key of the other part's settings.
+PAIRS = {
+    "LlavaForConditionalGeneration": (
+        "LlavaConfig", NEOX, {"vision_config": CLIP, "tie_word_embeddings": False},
+    ),
+    "LlavaNextForConditionalGeneration": ("LlavaNextConfig", GRANITE, {"vision_config": CLIP}),
+    "LlavaOnevisionForConditionalGeneration": (
+        "LlavaOnevisionConfig", {"model_type": "phi3"}, {"vision_config": CLIP},
+    ),
+    "InternVLForConditionalGeneration": ("InternVLConfig", MOE, {"vision_config": INTERN}),
+    "Idefics3ForConditionalGeneration": (
+        "Idefics3Config", {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
+        {"vision_config": IDEFICS},
+    ),
+    "AyaVisionForConditionalGeneration": (
+        "AyaVisionConfig", COHERE, {"vision_config": {**SIGLIP, "model_type": "siglip_vision_model"}},
+    ),
+    "Qwen2AudioForConditionalGeneration": (
+        "Qwen2AudioConfig", {"model_type": "olmo2"},
+        {"audio_config": {**ASR, "model_type": "qwen2_audio_encoder"}},
+    ),
+}  # fmt: skip
+
+
 def theirs(kind, directory):
-    config, text, vision = KINDS[kind]
-    settings = {
-        "text_config": {**SMALL, **text}, "vision_config": vision, "tie_word_embeddings": True,
-    }  # fmt: skip
+    config, text, other = KINDS[kind] if kind in KINDS else PAIRS[kind]
+    other = {"vision_config": other} if kind in KINDS else other
+    settings = {"text_config": {**SMALL, **text}, "tie_word_embeddings": True, **other}
     settings |= {"audio_config": HEARD} if "Omni" in kind else {}
 
     def scaled(tensors, by):
@@ -152,6 +204,25 @@ def test_the_text_model_of_a_multimodal_checkpoint(kind, tmp_path):
         convert(tmp_path / "seeing", tmp_path / "text.gguf")
         found, _ = maxjax.load(tmp_path / "text.gguf")
         same(call(found, ids), logits_of(oracle, ids))
+
+
+@pytest.mark.default("LlavaNextForConditionalGeneration", "InternVLForConditionalGeneration")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PAIRS)
+def test_a_text_model_of_any_family(kind, tmp_path):
+    oracle = theirs(kind, tmp_path / "seeing")
+    model, _ = maxjax.load(tmp_path / "seeing")
+    assert model.family.model_type == PAIRS[kind][1]["model_type"]
+    ids = ids_of(2, 24)
+    same(call(model, ids), logits_of(oracle, ids))
+    # Saved it is the multimodal model again, with all its tensors.
+    maxjax.save_pretrained(model, tmp_path / "again")
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("seeing", "again")
+    )
+    assert {name: one.tobytes() for name, one in before.items()} == {
+        name: one.tobytes() for name, one in after.items()
+    }
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -209,9 +280,61 @@ def test_one_of_several_text_models():
     text = {"model_type": "mistral", "vocab_size": 9, "sliding_window": None}
     found = text_settings({**config, "text_config": text})
     assert found["architectures"] == ["MistralForCausalLM"] and found["hidden_size"] == 4096
-    assert found["vocab_size"] == 9 and found["num_key_value_heads"] == 8
-    with pytest.raises(UnsupportedModelError, match="llava_next .*'phi3' .*llama, mistral, qwen2"):
-        text_settings({**config, "text_config": {"model_type": "phi3"}})
+    assert found["vocab_size"] == 9 and found["intermediate_size"] == 14_336
+    found = text_settings({**config, "text_config": {"model_type": "phi3"}})
+    assert found["architectures"] == ["Phi3ForCausalLM"] and found["hidden_size"] == 3072
+    for other in ("persimmon", "bert"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"type '{other}' is not supported for llava_next"
+        ):
+            text_settings({**config, "text_config": {"model_type": other}})
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", _SIZES)
+def test_sizes_that_files_leave_out(kind):
+    """Those of transformers' classes: a text model without any settings is the same."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = next(of_model_type(kind))
+    whole = {**CONFIG_MAPPING[kind]().to_dict(), "architectures": [family.architectures[0]]}
+    whole["tie_word_embeddings"] = False
+    bare = {"model_type": "llava_next", "text_config": {"model_type": kind}}
+    assert family.config.from_dict(bare) == family.config.from_dict(whole)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_whether_the_head_is_tied(kind):
+    """As transformers' class decides for each value at the top level and in ``text_config``."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind in ("qwen2_5_omni", "qwen3_omni_moe"):
+        pytest.skip("its settings are those of the thinker")
+    cls, values = CONFIG_MAPPING[kind], (None, True, False)
+    for outer, inner in itertools.product(values, values):
+        text = {"vocab_size": 64, "tie_word_embeddings": inner, "model_type": WRAPPERS[kind].text}
+        if not WRAPPERS[kind].takes_any:
+            del text["model_type"]
+        text = {key: value for key, value in text.items() if value is not None}
+        config = {"model_type": kind, "text_config": text}
+        config |= {} if outer is None else {"tie_word_embeddings": outer}
+        theirs = getattr(cls(**copy.deepcopy(config)), "tie_word_embeddings", False)
+        settings = text_settings(config)
+        family = next(of_model_type(settings["model_type"]))
+        mine = settings.get("tie_word_embeddings", family.config.tie_word_embeddings)
+        assert mine is (theirs or False), (outer, inner)
+
+
+@pytest.mark.parametrize(
+    "kind, tied", [("mistral3", True), ("internvl", True), ("llava_next", False)]
+)
+def test_a_file_that_does_not_say_whether_the_head_is_tied(kind, tied):
+    text = {"model_type": "qwen2", "tie_word_embeddings": False}
+    assert says_tied(None, {"model_type": kind, "text_config": text}) is tied
+    assert not says_tied(
+        None, {"model_type": kind, "text_config": text, "tie_word_embeddings": False}
+    )
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,7 @@ class LanguageModelConfig(ArchitectureConfig):
     """Base class of the configurations of decoders."""
 
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    in_multimodal = True
     # Fields that no call reads: models from checkpoints that differ in them are one kind of tree.
     _mx_unread: ClassVar[frozenset[str]] = frozenset(
         {"max_position_embeddings", "tie_word_embeddings"}
