@@ -255,6 +255,7 @@ def _tokenizers() -> Iterator[Hostile]:
         "300,000 added tokens": lambda: _tokenizer(
             added_tokens=[_added(1000 + i, f"<{i}>") for i in range(300_000)]
         ),
+        "an added token of 1.5 MB": lambda: _tokenizer(added_tokens=[_added(1000, "x" * 1_500_000)]),
         "an added token of 4 MB": lambda: _tokenizer(added_tokens=[_added(1000, "x" * 4 * MILLION)]),
         "a charsmap of 4 GiB": lambda: _tokenizer(normalizer=_precompiled(_charsmap(0xFFFFFFFC))),
         "a charsmap without bytes": lambda: _tokenizer(normalizer=_precompiled("")),
@@ -657,7 +658,7 @@ def _safetensors() -> Iterator[Hostile]:
     files: dict[str, tuple[Callable[[], bytes], int]] = {
         "a header of 90 MB of blanks": (lambda: made(b"{}" + b" " * 90 * MILLION), 0),
         "a header of 2^60": (lambda: struct.pack("<Q", 1 << 60) + b"{}", 0),
-        "a header of 16 TB in a sparse file": (lambda: struct.pack("<Q", 1 << 44) + b"{}", 1 << 45),
+        "a header of 4 TB in a sparse file": (lambda: struct.pack("<Q", 1 << 42) + b"{}", 1 << 43),
         "a wide name of 90 MB": (
             lambda: made(('{"__metadata__":{"a":"' + "x" * 90 * MILLION + '\U0001f642"}}').encode()), 0
         ),

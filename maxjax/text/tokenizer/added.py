@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import CheckpointFormatError, CheckpointLimitError, some
+from .limits import MAX_ADDED, MAX_ADDED_BYTES
 
 _LOG = logging.getLogger("maxjax")
 
@@ -25,8 +26,6 @@ SPECIAL = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mas
 """The names of special tokens in a ``tokenizer_config.json``."""
 CONFIG, MAP, LIST = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MAX_TOKENS = 1 << 17
-_MAX_BYTES = 4 << 20
 _MAX_ID = 1 << 31
 
 
@@ -111,6 +110,7 @@ def read_beside(
             decoder[_number(number, token, config)] = _token(token, "added_tokens_decoder", config)
     else:
         origin = os.path.join(where, LIST)
+        _check_count(len(listed), origin)
         special = {token.content for token in [*named.values(), *extra]}
         for text, number in listed.items():
             decoder[_number(number, text, origin)] = Added(text, text in special)
@@ -158,6 +158,7 @@ def _special(given: Mapping[str, tuple[Any, str]]) -> tuple[dict[str, Added], li
     for key in ("extra_special_tokens", "additional_special_tokens"):
         value, origin = given.get(key, (None, ""))
         if isinstance(value, Mapping):
+            _check_count(len(value), origin)
             own |= {str(n): _token(token, key, origin) for n, token in value.items()}
         elif isinstance(value, list):
             _check_count(len(value), origin)
@@ -220,10 +221,10 @@ def _short(value: Any) -> str:
 
 
 def _check_count(count: int, origin: str) -> None:
-    if count > _MAX_TOKENS:
+    if count > MAX_ADDED:
         raise CheckpointLimitError(
             "there are too many added tokens", path=origin,
-            expected=f"at most {_MAX_TOKENS}", found=count,
+            expected=f"at most {MAX_ADDED}", found=count,
         )  # fmt: skip
 
 
@@ -238,10 +239,10 @@ def check_size(beside: TokenFiles, directory: Any) -> None:
     """
     _check_count(len(beside.tokens), os.fspath(directory))
     size = sum(len(token.content.encode("utf-8", "surrogatepass")) for token in beside.tokens)
-    if size > _MAX_BYTES:
+    if size > MAX_ADDED_BYTES:
         raise CheckpointLimitError(
             "the added tokens are too long together", path=directory,
-            expected=f"at most {_MAX_BYTES} bytes", found=f"{size} bytes",
+            expected=f"at most {MAX_ADDED_BYTES} bytes", found=f"{size} bytes",
         )  # fmt: skip
 
 

@@ -26,6 +26,8 @@ from .expressions import check_expressions, matches_something
 # The largest published vocabulary has 901,629 tokens (XLM-V).
 _MAX_TOKENS = 1 << 20
 _MAX_MERGES = 1 << 20
+# Published lists of words or merges have up to 6 MB.
+_MAX_LIST_BYTES = 16 << 20
 # Published tokenizers have about ten steps with some kilobytes; lists of replaced letters are longer.
 _MAX_STEPS = 1000
 _MAX_STEP_TEXT = 1 << 20
@@ -41,9 +43,9 @@ _MAX_WORD = 1000
 # The tree of a Unigram model takes 300 bytes per node, and is freed by a recursive function.
 _MAX_NODES = 4_000_000
 _LONGEST_PIECE = 1024
-# The automaton of added tokens takes about 70 bytes for each byte of theirs.
-_MAX_ADDED = 1 << 17
-_MAX_ADDED_BYTES = 4 << 20
+# The automaton of added tokens takes about 110 bytes for each byte of theirs.
+MAX_ADDED = 1 << 17
+MAX_ADDED_BYTES = 3 << 19
 _MAX_NORMALIZED_BYTES = 8 << 20
 # The number of leading bytes in which adjacent pieces are compared.
 _COMPARED = 32
@@ -91,6 +93,20 @@ def check_tokenizer(document: Any, path: str | os.PathLike[str] | None = None) -
     ]
     hint = "To use the model without its tokenizer: tokenizer=False."
     check_expressions(found, path=path, hint=hint)
+
+
+def check_list(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Raises an error for a text file with a word or a merge in each line that would take too much memory or time.
+
+    Args:
+        data: the content of the file.
+        path: the path of the file, for messages.
+
+    Raises:
+        CheckpointLimitError: it has too many bytes or lines.
+    """
+    _at_most(len(data), _MAX_LIST_BYTES, "the file is too long", path, " bytes")
+    _at_most(data.count(b"\n"), max(_MAX_TOKENS, _MAX_MERGES), "there are too many lines", path)
 
 
 def _at_most(value: float, most: int, problem: str, path: Any, unit: str = "") -> None:
@@ -342,7 +358,7 @@ def _check_tree(pieces: list[Any], path: Any) -> None:
 def _check_added(added: Any, growth: int, path: Any) -> None:
     if not isinstance(added, list):
         return
-    _at_most(len(added), _MAX_ADDED, "there are too many added tokens", path)
+    _at_most(len(added), MAX_ADDED, "there are too many added tokens", path)
     total = changed = 0
     for item in added:
         text = item.get("content") if isinstance(item, Mapping) else None
@@ -350,5 +366,5 @@ def _check_added(added: Any, growth: int, path: Any) -> None:
             total += len(text.encode())
             changed += len(text.encode()) if item.get("normalized") is True else 0
     problem = "the added tokens are too long together"
-    _at_most(total, _MAX_ADDED_BYTES, problem, path, " bytes")
+    _at_most(total, MAX_ADDED_BYTES, problem, path, " bytes")
     _at_most(changed * growth, _MAX_NORMALIZED_BYTES, problem, path, " bytes when normalized")

@@ -22,6 +22,7 @@ from ...models.config import read_object
 from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER, SPLITTINGS
 from ...storage.files import is_there, read_whole
 from ...storage.save.beside import Files
+from .limits import check_list
 from .sentencepiece import FILES as SENTENCEPIECE
 from .sentencepiece import read_sentencepiece
 from .tekken import FILE as TEKKEN
@@ -300,8 +301,10 @@ def _wordpiece(file: Path, settings: Mapping[str, Any], kind: TokenizerClass) ->
 
 def _lines(path: Path) -> list[str]:
     r"""The lines of a text file, which end with ``\n`` or ``\r\n``."""
+    data = read_whole(path)
+    check_list(data, path)
     try:
-        text = read_whole(path).decode()
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise CheckpointFormatError(
             "the text is not UTF-8", path=path, offset=error.start

@@ -179,7 +179,7 @@ def hostile(case):
 
 
 # Files of a million tokens take seconds to be written and read.
-BOUNDS = {"many_tokens": ("_MAX_TOKENS", 1 << 20), "many_added": ("_MAX_ADDED", 1 << 17)}
+BOUNDS = {"many_tokens": ("_MAX_TOKENS", 1 << 20), "many_added": ("MAX_ADDED", 1 << 17)}
 
 
 @pytest.mark.parametrize("case", BOUNDS)
@@ -196,6 +196,23 @@ def test_numbers_of_tokens_are_bounded(tmp_path, case, monkeypatch):
             with pytest.raises(CheckpointLimitError) as caught:
                 load_tokenizer(tmp_path)
             assert "tokenizer=False" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b"\n" * (1 << 20) + b"\n", b"x" * (16 << 20) + b"y"])
+@pytest.mark.parametrize("file", ["vocab.txt", "merges.txt"])
+def test_lists_of_words_and_merges_are_bounded(tmp_path, file, content):
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    kind = "GPT2"
+    if file == "vocab.txt":
+        (tmp_path / "vocab.json").unlink()
+        kind = "Bert"
+    (tmp_path / file).write_bytes(content)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": f"{kind}Tokenizer"})
+    )
+    with pytest.raises(CheckpointLimitError, match="too long|too many lines") as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value.path).endswith(file)
 
 
 @pytest.mark.slow
