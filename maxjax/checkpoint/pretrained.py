@@ -121,9 +121,10 @@ def save_pretrained(
             data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
         main = main_dtype(data)
         if isinstance(model, PretrainedModel) and unloaded is not None:
-            rest = stack.enter_context(unloaded.open())
             data = unloaded.write(data)
-            data |= {name: rest[name].data() for name in unloaded.names if name not in data}
+            if unloaded.names:
+                rest = stack.enter_context(unloaded.open())
+                data |= {name: rest[name].data() for name in unloaded.names if name not in data}
         elif isinstance(model, PretrainedModel):
             data = model.family.names.write(data)
         packed = next((name for name, one in data.items() if one.is_packed), None)
@@ -137,7 +138,7 @@ def save_pretrained(
         outgoing = [outgoing_data(one, name) for name, one in data.items()]
         if config is not None:  # that of a model is written in any case
             config = config if "torch_dtype" in config else {"dtype": None, **config}
-        elif isinstance(model, PretrainedModel) and unloaded is not None:
+        elif isinstance(model, PretrainedModel) and unloaded is not None and unloaded.holds_parts:
             tied = (model.hf_config or {}).get("tie_word_embeddings")
             config = unloaded.config_with(tied)
         others = model_files(model, config, main, data, tokenizer)
@@ -160,7 +161,7 @@ def save_pretrained(
         else:
             gathering.follow()
         together.finish()
-    if unloaded is not None and unloaded.is_in(directory):
+    if unloaded is not None and unloaded.names and unloaded.is_in(directory):
         model.unloaded = unloaded.at(directory)  # type: ignore[attr-defined]
     return Path(directory)
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..elsewhere import unknown_argument
 from ..errors import UnsupportedModelError, UserInputError, releasing
 from ..lockstep import Lockstep
-from ..models import Encoder, LanguageModel
+from ..models import LanguageModel
 from ..models.pooling import Pooling
 from ..models.sentence_files import CHAT_TEMPLATE
 from ..models.weights import check_loaded, shardings_of
@@ -136,7 +136,7 @@ def rerank(
 def _head_pooling(model: Any) -> str:
     """The pooling of the states that the model's head of one label takes."""
     is_scored = isinstance(model, LanguageModel)
-    if not is_scored and (not isinstance(model, Encoder) or model.classifier is None):
+    if model.task != "classify":
         raise UserInputError(
             f"{type(model).__name__} has no classification head: rerank needs a model of a class "
             "'…ForSequenceClassification', or a decoder with template= and answers="

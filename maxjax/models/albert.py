@@ -18,7 +18,7 @@ Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner featur
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,17 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from .family import Family
-from .names import GAMMA_BETA, Drop, Names, Prefix
+from .names import GAMMA_BETA, Body, Drop, Names
 from .parts import (
+    AnswerFinder,
     Dtypes,
     Encoder,
     EncoderConfig,
+    PooledClassifier,
+    TokenClassifier,
     add_embeddings,
     add_norm,
     config_field,
-    constant,
     layer_norm,
     layers,
     merge_heads,
@@ -49,6 +51,7 @@ from .parts import (
     split_features_over_mesh,
     split_heads,
     split_heads_over_mesh,
+    vocabulary_layer,
     with_head,
 )
 
@@ -74,7 +77,6 @@ class AlbertConfig(EncoderConfig):
     type_vocab_size: int = size(2)
     layer_norm_eps: float = 1e-12
     position_embedding_type: str = "absolute"
-    num_labels: int = constant(2)  # of "id2label"
     embedding_size: int = size(128)
     num_hidden_groups: int = layers(1)
     inner_group_num: int = config_field(1, minimum=1, maximum=1000)
@@ -216,33 +218,75 @@ class AlbertModel(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = True,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
         self.embeddings = AlbertEmbeddings(config, dtypes)
         self.encoder = AlbertTransformer(config, dtypes)
         self.pooler = AlbertPooler(config, dtypes) if pooler else None
-        classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
-        self.classifier = classifier if head else None
 
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
         return self.encoder(self.embeddings(ids, types, positions), mask)
 
 
-class AlbertForSequenceClassification(AlbertModel):
-    """An ALBERT with a classification head."""
+class AlbertPredictions(Module):
+    """``decoder(LayerNorm(act(dense(x))))``, from the hidden size to that of the embeddings to the vocabulary."""
+
+    def __init__(self, table: Embedding, config: AlbertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, narrow = config.hidden_size, config.embedding_size
+        self.act = config.hidden_act
+        self.dense = Linear(E, narrow, dtypes.dtype, has_bias=True)
+        self.LayerNorm = layer_norm(narrow, config.layer_norm_eps, dtypes)
+        self.decoder = vocabulary_layer(table, config, dtypes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = activation(self.act)(self.dense(x).astype(x.dtype))  # [B, T, embedding_size]
+        return self.decoder(self.LayerNorm(y).astype(x.dtype))  # [B, T, V]
 
 
-_HEADS = ("PreTraining", "MaskedLM", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+class AlbertForMaskedLM(AlbertModel):
+    """An ALBERT that predicts masked words."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.predictions = AlbertPredictions(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.predictions(x).astype(jnp.float32)}
+
+
+class AlbertForTokenClassification(TokenClassifier, AlbertModel):
+    """An ALBERT with a head for tokens: one that finds names, for example."""
+
+
+class AlbertForQuestionAnswering(AnswerFinder, AlbertModel):
+    """An ALBERT that finds the answer to a question in a text."""
+
+
+class AlbertForSequenceClassification(PooledClassifier, AlbertModel):
+    """An ALBERT with a head for texts: a reranker, for example."""
+
+
 ALBERT = AlbertModel.family = Family.of(
     AlbertModel,
     AlbertConfig,
     "AlbertModel",
-    *(f"AlbertFor{head}" for head in _HEADS),
+    "AlbertForMultipleChoice",
     names=Names(
-        Prefix({"albert.": ""}),
+        Body("albert."),
         Drop(
             "cls.*", "classifier.*", "qa_outputs.*", "predictions.*", "sop_classifier.*", head=True
         ),
@@ -250,6 +294,18 @@ ALBERT = AlbertModel.family = Family.of(
         GAMMA_BETA,
     ),
 )
-ALBERT_HEAD = AlbertForSequenceClassification.family = with_head(
-    ALBERT, AlbertForSequenceClassification
+AlbertForMaskedLM.family = with_head(
+    ALBERT,
+    AlbertForMaskedLM,
+    "predictions.*",
+    layer="predictions.decoder",
+    bias="predictions.bias",
+    architectures=("AlbertForMaskedLM", "AlbertForPreTraining"),
+)
+AlbertForTokenClassification.family = with_head(
+    ALBERT, AlbertForTokenClassification, "classifier.*"
+)
+AlbertForQuestionAnswering.family = with_head(ALBERT, AlbertForQuestionAnswering, "qa_outputs.*")
+AlbertForSequenceClassification.family = with_head(
+    ALBERT, AlbertForSequenceClassification, "classifier.*"
 )

@@ -8,6 +8,7 @@
         x = LayerNorm(x + dense(softmax(q kᵀ / √D) v))          for each head, over all tokens
         x = LayerNorm(x + output(gelu(intermediate(x))))
     pooled = tanh(pooler(x[0]))
+    masked words: logits = decoder(LayerNorm(gelu(dense(x))))      the decoder is word_embeddings
 
 Sources: arXiv:1810.04805; RoBERTa arXiv:1907.11692; XLM-RoBERTa arXiv:1911.02116; CamemBERT arXiv:1911.03894;
 ELECTRA arXiv:2003.10555.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from ..dtype import DType
 from ..nn.activation import activation
@@ -33,16 +35,20 @@ from .gguf.config.read import read_classifier, rows_of
 from .gguf.metadata import MAX_LAYERS, Settings
 from .gguf.names import CLASSIFIER
 from .gguf.table import GGUFTable
-from .names import GAMMA_BETA, Drop, Names, Prefix
+from .names import GAMMA_BETA, Body, Drop, Names
 from .parts import (
-    ClassificationHead,
+    AnswerFinder,
     Dtypes,
     Encoder,
     EncoderConfig,
+    FirstTokenClassifier,
+    MaskedWordHead,
+    PooledClassifier,
     Pooler,
+    PredictionHeads,
+    TokenClassifier,
     add_embeddings,
     add_norm,
-    constant,
     layer_norm,
     layers,
     merge_heads,
@@ -54,6 +60,7 @@ from .parts import (
     split_features_over_mesh,
     split_heads,
     split_heads_over_mesh,
+    vocabulary_layer,
     with_head,
 )
 
@@ -74,7 +81,6 @@ class BertConfig(EncoderConfig):
     type_vocab_size: int = size(2)
     layer_norm_eps: float = 1e-12
     position_embedding_type: str = "absolute"
-    num_labels: int = constant(2)  # of "id2label"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,7 +216,6 @@ class BertModel(Encoder):
         dtype: dtype of weights and activations.
         reduce_dtype: dtype in which norms, softmax and pooling are computed.
         pooler: whether the model has a pooler.
-        head: whether the model has a classification head.
 
     Example:
         >>> config = BertConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
@@ -227,26 +232,57 @@ class BertModel(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = True,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
         self.embeddings = BertEmbeddings(config, dtypes)
         self.encoder = BertEncoder(config, dtypes)
         self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
-        self.classifier = self.make_classifier(dtypes) if head else None
-
-    def make_classifier(self, dtypes: Dtypes) -> Module:
-        """Return the layer of the scores, which takes the pooled state."""
-        return Linear(self.config.hidden_size, self.config.num_labels, dtypes.dtype, has_bias=True)
 
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
         return self.encoder(self.embeddings(ids, types, positions), mask)
 
 
-class BertForSequenceClassification(BertModel):
-    """A BERT with a classification head: a reranker, for example."""
+class BertForMaskedLM(BertModel):
+    """A BERT that predicts masked words.
+
+    Example:
+        >>> config = BertConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model, ids = BertForMaskedLM(config), jax.numpy.zeros((3, 5), int)
+        >>> model.task, jax.eval_shape(lambda m, x: m(x).logits, model, ids).shape
+        ('fill-mask', (3, 5, 100))
+    """
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.cls = PredictionHeads(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.cls(x).astype(jnp.float32)}
+
+
+class BertForTokenClassification(TokenClassifier, BertModel):
+    """A BERT with a head for tokens: one that finds names, for example."""
+
+
+class BertForQuestionAnswering(AnswerFinder, BertModel):
+    """A BERT that finds the answer to a question in a text."""
+
+
+class BertForSequenceClassification(PooledClassifier, BertModel):
+    """A BERT with a head for texts: a reranker, for example."""
 
 
 def _read_gguf(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[str, Any]:
@@ -304,25 +340,32 @@ BERT = BertModel.family = Family.of(
     BertModel,
     BertConfig,
     "BertModel",
-    "BertForPreTraining",
-    "BertForMaskedLM",
     "BertForNextSentencePrediction",
     "BertForMultipleChoice",
-    "BertForTokenClassification",
-    "BertForQuestionAnswering",
     names=Names(
-        Prefix({"bert.": ""}),
-        Drop("cls.*", "classifier.*", "qa_outputs.*", head=True),
+        Body("bert."),
+        Drop("cls.predictions.*", "cls.seq_relationship.*", head=True),
+        Drop("classifier.*", "qa_outputs.*", head=True),
         Drop("embeddings.position_ids", "embeddings.token_type_ids"),
         GAMMA_BETA,
     ),
     gguf=BERT_GGUF,
 )
-BERT_HEAD = BertForSequenceClassification.family = with_head(BERT, BertForSequenceClassification)
+BertForMaskedLM.family = with_head(
+    BERT,
+    BertForMaskedLM,
+    "cls.predictions.*",
+    architectures=("BertForMaskedLM", "BertForPreTraining"),
+    layer="cls.predictions.decoder",
+    bias="cls.predictions.bias",
+)
+BertForTokenClassification.family = with_head(BERT, BertForTokenClassification, "classifier.*")
+BertForQuestionAnswering.family = with_head(BERT, BertForQuestionAnswering, "qa_outputs.*")
+BertForSequenceClassification.family = with_head(
+    BERT, BertForSequenceClassification, "classifier.*"
+)
 
 # --- RoBERTa: positions skip padding and start after its id, and the head has two linear layers --------------
-
-_ROBERTA_HEADS = ("MaskedLM", "TokenClassification", "MultipleChoice", "QuestionAnswering")
 
 
 @dataclass(frozen=True)
@@ -351,37 +394,66 @@ class RobertaModel(BertModel):
 
     takes_types: ClassVar[bool] = False
 
-    def make_classifier(self, dtypes: Dtypes) -> Module:
-        """Return the classification head, which takes the first token's state."""
-        return ClassificationHead(self.config.hidden_size, self.config.num_labels, dtypes)
-
     def position_ids(self, ids: jax.Array, indices: jax.Array) -> jax.Array:
         """The positions of tokens, which count only real tokens; that of padding is the padding token's id."""
         return positions_past_padding(ids, indices, self.config.pad_token_id)
 
-    def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
-        return self.classifier(pooled)
+
+class RobertaForMaskedLM(RobertaModel):
+    """A RoBERTa that predicts masked words: ``decoder(layer_norm(gelu(dense(x))))``."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.lm_head = MaskedWordHead(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.lm_head(x).astype(jnp.float32)}
 
 
-class RobertaForSequenceClassification(RobertaModel):
-    """A RoBERTa with a classification head: a reranker, for example."""
+class RobertaForTokenClassification(TokenClassifier, RobertaModel):
+    """A RoBERTa with a head for tokens: one that finds names, for example."""
+
+
+class RobertaForQuestionAnswering(AnswerFinder, RobertaModel):
+    """A RoBERTa that finds the answer to a question in a text."""
+
+
+class RobertaForSequenceClassification(FirstTokenClassifier, RobertaModel):
+    """A RoBERTa with a head for texts: a reranker, for example."""
 
 
 ROBERTA = RobertaModel.family = BERT.like(
     RobertaModel,
     RobertaConfig,
     "RobertaModel",
-    *(f"RobertaFor{head}" for head in _ROBERTA_HEADS),
+    "RobertaForMultipleChoice",
     names=Names(
-        Prefix({"roberta.": ""}),
+        Body("roberta."),
         Drop("cls.*", "classifier.*", "qa_outputs.*", "lm_head.*", head=True),
         Drop("embeddings.position_ids", "embeddings.token_type_ids"),
         GAMMA_BETA,
     ),
 )
-ROBERTA_HEAD = RobertaForSequenceClassification.family = with_head(
-    ROBERTA, RobertaForSequenceClassification
+RobertaForMaskedLM.family = with_head(
+    ROBERTA, RobertaForMaskedLM, "lm_head.*", layer="lm_head.decoder", bias="lm_head.bias"
+)
+RobertaForTokenClassification.family = with_head(
+    ROBERTA, RobertaForTokenClassification, "classifier.*"
+)
+RobertaForQuestionAnswering.family = with_head(ROBERTA, RobertaForQuestionAnswering, "qa_outputs.*")
+RobertaForSequenceClassification.family = with_head(
+    ROBERTA, RobertaForSequenceClassification, "classifier.*"
 )
 
 # --- XLM-RoBERTa: a vocabulary for a hundred languages; BGE-M3 and many other embedding models ----------------
@@ -398,18 +470,39 @@ class XLMRobertaModel(RobertaModel):
     """An XLM-RoBERTa without a head: RoBERTa with a vocabulary for a hundred languages."""
 
 
-class XLMRobertaForSequenceClassification(XLMRobertaModel):
-    """An XLM-RoBERTa with a classification head: a BGE reranker, for example."""
+class XLMRobertaForMaskedLM(RobertaForMaskedLM, XLMRobertaModel):
+    """An XLM-RoBERTa that predicts masked words."""
+
+
+class XLMRobertaForTokenClassification(TokenClassifier, XLMRobertaModel):
+    """An XLM-RoBERTa with a head for tokens: one that finds names, for example."""
+
+
+class XLMRobertaForQuestionAnswering(AnswerFinder, XLMRobertaModel):
+    """An XLM-RoBERTa that finds the answer to a question in a text."""
+
+
+class XLMRobertaForSequenceClassification(FirstTokenClassifier, XLMRobertaModel):
+    """An XLM-RoBERTa with a head for texts: a reranker, for example."""
 
 
 XLM_ROBERTA = XLMRobertaModel.family = ROBERTA.like(
     XLMRobertaModel,
     XLMRobertaConfig,
     "XLMRobertaModel",
-    *(f"XLMRobertaFor{head}" for head in _ROBERTA_HEADS),
+    "XLMRobertaForMultipleChoice",
 )
-XLM_ROBERTA_HEAD = XLMRobertaForSequenceClassification.family = with_head(
-    XLM_ROBERTA, XLMRobertaForSequenceClassification
+XLMRobertaForMaskedLM.family = with_head(
+    XLM_ROBERTA, XLMRobertaForMaskedLM, "lm_head.*", layer="lm_head.decoder", bias="lm_head.bias"
+)
+XLMRobertaForTokenClassification.family = with_head(
+    XLM_ROBERTA, XLMRobertaForTokenClassification, "classifier.*"
+)
+XLMRobertaForQuestionAnswering.family = with_head(
+    XLM_ROBERTA, XLMRobertaForQuestionAnswering, "qa_outputs.*"
+)
+XLMRobertaForSequenceClassification.family = with_head(
+    XLM_ROBERTA, XLMRobertaForSequenceClassification, "classifier.*"
 )
 
 # --- CamemBERT: a RoBERTa for French, whose files have names of their own ------------------------------------
@@ -431,17 +524,39 @@ class CamembertModel(RobertaModel):
     """
 
 
-class CamembertForSequenceClassification(CamembertModel):
-    """A CamemBERT with a classification head."""
+class CamembertForMaskedLM(RobertaForMaskedLM, CamembertModel):
+    """A CamemBERT that predicts masked words."""
+
+
+class CamembertForTokenClassification(TokenClassifier, CamembertModel):
+    """A CamemBERT with a head for tokens: one that finds names, for example."""
+
+
+class CamembertForQuestionAnswering(AnswerFinder, CamembertModel):
+    """A CamemBERT that finds the answer to a question in a text."""
+
+
+class CamembertForSequenceClassification(FirstTokenClassifier, CamembertModel):
+    """A CamemBERT with a head for texts: a reranker, for example."""
 
 
 CAMEMBERT = CamembertModel.family = ROBERTA.like(
     CamembertModel,
     CamembertConfig,
-    *(name.replace("Roberta", "Camembert") for name in ROBERTA.architectures),
+    "CamembertModel",
+    "CamembertForMultipleChoice",
 )
-CAMEMBERT_HEAD = CamembertForSequenceClassification.family = with_head(
-    CAMEMBERT, CamembertForSequenceClassification
+CamembertForMaskedLM.family = with_head(
+    CAMEMBERT, CamembertForMaskedLM, "lm_head.*", layer="lm_head.decoder", bias="lm_head.bias"
+)
+CamembertForTokenClassification.family = with_head(
+    CAMEMBERT, CamembertForTokenClassification, "classifier.*"
+)
+CamembertForQuestionAnswering.family = with_head(
+    CAMEMBERT, CamembertForQuestionAnswering, "qa_outputs.*"
+)
+CamembertForSequenceClassification.family = with_head(
+    CAMEMBERT, CamembertForSequenceClassification, "classifier.*"
 )
 
 # --- ELECTRA: embeddings may be narrower than hidden states, and there is no pooler --------------------------
@@ -475,19 +590,14 @@ class ElectraModel(BertModel):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = False,
-        head: bool = False,
     ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler, head=head)
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
         dtypes, narrow = Dtypes.of(dtype, reduce_dtype), config.embedding_size
         self.embeddings = BertEmbeddings(config, dtypes, narrow)
         is_narrow = narrow != config.hidden_size
         self.embeddings_project = (
             Linear(narrow, config.hidden_size, dtypes.dtype, has_bias=True) if is_narrow else None
         )
-
-    def make_classifier(self, dtypes: Dtypes) -> Module:
-        """Return the classification head, which takes the first token's state."""
-        return ClassificationHead(self.config.hidden_size, self.config.num_labels, dtypes, "gelu")
 
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
@@ -496,35 +606,122 @@ class ElectraModel(BertModel):
             x = self.embeddings_project(x).astype(x.dtype)  # [B, T, E]
         return self.encoder(x, mask)
 
-    def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
-        return self.classifier(pooled)
+
+class ElectraTransform(Module):
+    """``LayerNorm(gelu(dense(x)))``, from the hidden size to that of the embeddings."""
+
+    def __init__(self, config: ElectraConfig, dtypes: Dtypes):
+        super().__init__()
+        E, narrow = config.hidden_size, config.embedding_size
+        self.dense = Linear(E, narrow, dtypes.dtype, has_bias=True)
+        self.LayerNorm = layer_norm(narrow, config.layer_norm_eps, dtypes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = activation("gelu")(self.dense(x).astype(x.dtype))  # [B, T, embedding_size]
+        return self.LayerNorm(y).astype(x.dtype)
 
 
-class ElectraForSequenceClassification(ElectraModel):
-    """An ELECTRA with a classification head: a reranker, for example."""
+class ElectraForMaskedLM(ElectraModel):
+    """The generator of an ELECTRA, which predicts masked words."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes, table = Dtypes.of(dtype, reduce_dtype), self.embeddings.word_embeddings
+        self.generator_predictions = ElectraTransform(config, dtypes)
+        self.generator_lm_head = vocabulary_layer(table, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        y = self.generator_predictions(x)  # [B, T, embedding_size]
+        return {"logits": self.generator_lm_head(y).astype(jnp.float32)}
 
 
-_ELECTRA_HEADS = ("PreTraining", "MaskedLM", "TokenClassification", "QuestionAnswering")
+class ElectraDetector(Module):
+    """``dense_prediction(act(dense(x)))``: one number for each token."""
+
+    def __init__(self, config: ElectraConfig, dtypes: Dtypes):
+        super().__init__()
+        E, self.act = config.hidden_size, config.hidden_act
+        self.dense = Linear(E, E, dtypes.dtype, has_bias=True)
+        self.dense_prediction = Linear(E, 1, dtypes.dtype, has_bias=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = activation(self.act)(self.dense(x).astype(x.dtype))  # [B, T, E]
+        return self.dense_prediction(y)[..., 0]  # [B, T]
+
+
+class ElectraForPreTraining(ElectraModel):
+    """The discriminator of an ELECTRA, which tells replaced tokens: their logits are above 0."""
+
+    task: ClassVar[str | None] = "detect"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        self.discriminator_predictions = ElectraDetector(config, Dtypes.of(dtype, reduce_dtype))
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T]`` of each token: whether it is another than in the text."""
+        return {"logits": self.discriminator_predictions(x).astype(jnp.float32)}
+
+
+class ElectraForTokenClassification(TokenClassifier, ElectraModel):
+    """An ELECTRA with a head for tokens: one that finds names, for example."""
+
+
+class ElectraForQuestionAnswering(AnswerFinder, ElectraModel):
+    """An ELECTRA that finds the answer to a question in a text."""
+
+
+class ElectraForSequenceClassification(FirstTokenClassifier, ElectraModel):
+    """An ELECTRA with a head for texts: a reranker, for example."""
+
+    head_act: ClassVar[str] = "gelu"
+
+
 ELECTRA = ElectraModel.family = BERT.like(
     ElectraModel,
     ElectraConfig,
     "ElectraModel",
-    *(f"ElectraFor{head}" for head in _ELECTRA_HEADS),
+    "ElectraForMultipleChoice",
     names=Names(
-        Prefix({"electra.": ""}),
-        Drop(
-            "cls.*",
-            "classifier.*",
-            "qa_outputs.*",
-            "discriminator_predictions.*",
-            "generator_*",
-            head=True,
-        ),
+        Body("electra."),
+        Drop("cls.*", "classifier.*", "qa_outputs.*", "sequence_summary.*", head=True),
+        Drop("discriminator_predictions.*", "generator_predictions.*", head=True),
+        Drop("generator_lm_head.*", head=True),
         Drop("embeddings.position_ids", "embeddings.token_type_ids"),
         GAMMA_BETA,
     ),
 )
-ELECTRA_HEAD = ElectraForSequenceClassification.family = with_head(
-    ELECTRA, ElectraForSequenceClassification
+ElectraForMaskedLM.family = with_head(
+    ELECTRA,
+    ElectraForMaskedLM,
+    "generator_predictions.*",
+    "generator_lm_head.*",
+    layer="generator_lm_head",
+)
+ElectraForPreTraining.family = with_head(
+    ELECTRA, ElectraForPreTraining, "discriminator_predictions.*"
+)
+ElectraForTokenClassification.family = with_head(
+    ELECTRA, ElectraForTokenClassification, "classifier.*"
+)
+ElectraForQuestionAnswering.family = with_head(ELECTRA, ElectraForQuestionAnswering, "qa_outputs.*")
+ElectraForSequenceClassification.family = with_head(
+    ELECTRA, ElectraForSequenceClassification, "classifier.*"
 )

@@ -7,7 +7,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from ..elsewhere import check_keywords
@@ -229,12 +229,37 @@ def labels_of(raw: Mapping[str, Any]) -> int:
     return found if type(found) is int and 0 < found <= _MAX_LABELS else 2
 
 
-def label_names(count: int) -> dict[str, Any]:
-    """The names of this number of labels, as transformers writes them for labels without names.
+def labels_in(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the labels in ``id2label``, by their numbers; none if it does not name each from 0 on.
 
     Example:
-        >>> label_names(1)
-        {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
+        >>> labels_in({"id2label": {"1": "good", "0": "bad"}}), labels_in({"id2label": {"1": "good"}})
+        (('bad', 'good'), ())
     """
-    names = {str(i): f"LABEL_{i}" for i in range(count)}
+    listed = raw.get("id2label")
+    if not isinstance(listed, Mapping) or len(listed) > _MAX_LABELS:
+        return ()
+    found = {str(number): str(name) for number, name in listed.items()}
+    numbers = [str(i) for i in range(len(found))]
+    return tuple(found[i] for i in numbers) if found.keys() == {*numbers} else ()
+
+
+def default_labels(count: int) -> tuple[str, ...]:
+    """The names that transformers gives this number of labels without names.
+
+    Example:
+        >>> default_labels(2)
+        ('LABEL_0', 'LABEL_1')
+    """
+    return tuple(f"LABEL_{i}" for i in range(count))
+
+
+def label_names(labels: Sequence[str]) -> dict[str, Any]:
+    """The names of labels, as transformers writes them.
+
+    Example:
+        >>> label_names(["good"])
+        {'id2label': {'0': 'good'}, 'label2id': {'good': 0}}
+    """
+    names = {str(i): name for i, name in enumerate(labels)}
     return {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}

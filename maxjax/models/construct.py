@@ -108,7 +108,7 @@ def build(
         model.lm_head = None
     model.hf_config = raw
     if isinstance(weights, FileWeights):
-        model.unloaded = Unloaded.of(weights, whole, family)
+        model.unloaded = Unloaded.of(weights, whole, model)
     if dtype is None:
         model._take_dtypes({name: data for name, data in found.items() if name not in packed})
     if stacked and isinstance(model, LanguageModel):

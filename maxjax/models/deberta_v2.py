@@ -17,31 +17,34 @@ Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner featur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, UserInputError
 from ..nn.activation import ACTIVATIONS, activation
 from ..nn.attention.tapped_attention import tapped_attention
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from .family import Family
-from .names import GAMMA_BETA, Drop, Names, Prefix
+from .names import GAMMA_BETA, Body, Drop, Names
 from .parts import (
+    AnswerFinder,
     Dtypes,
     Encoder,
     EncoderConfig,
+    PooledClassifier,
     Pooler,
+    PredictionHeads,
+    TokenClassifier,
     add_embeddings,
     add_norm,
     config_field,
-    constant,
     layer_norm,
     layers,
     merge_heads,
@@ -52,6 +55,7 @@ from .parts import (
     split_features_over_mesh,
     split_heads,
     split_heads_over_mesh,
+    vocabulary_layer,
     with_defaults,
     with_head,
 )
@@ -71,6 +75,7 @@ class DebertaV2Config(EncoderConfig):
         share_att_key: whether distances use the linear layers of queries and keys.
         norm_rel_ebd: "layer_norm" if the embeddings of distances are normalised.
         pos_att_type: which of "c2p" and "p2c" are added to the scores of contents.
+        legacy: whether the head for masked words is BERT's, or that of the published files of V3.
     """
 
     model_type = "deberta-v2"
@@ -83,7 +88,6 @@ class DebertaV2Config(EncoderConfig):
     hidden_act: str = "gelu"
     max_position_embeddings: int = size(512)
     position_embedding_type: str = "absolute"
-    num_labels: int = constant(2)  # of "id2label"
     type_vocab_size: int = size(0, minimum=0)
     layer_norm_eps: float = 1e-7
     max_relative_positions: int = config_field(-1, minimum=-1)
@@ -93,6 +97,7 @@ class DebertaV2Config(EncoderConfig):
     norm_rel_ebd: str = "none"
     pooler_hidden_act: str = "gelu"
     pos_att_type: tuple[str, ...] = ()
+    legacy: bool = True
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
@@ -351,7 +356,6 @@ class DebertaV2Model(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = False,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
@@ -361,31 +365,114 @@ class DebertaV2Model(Encoder):
         self.encoder = DebertaV2Encoder(config, dtypes)
         act = config.pooler_hidden_act
         self.pooler = Pooler(config.hidden_size, dtypes, act) if pooler else None
-        classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
-        self.classifier = classifier if head else None
 
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
         return self.encoder(self.embeddings(ids, types, positions), mask)
 
 
-class DebertaV2ForSequenceClassification(DebertaV2Model):
-    """A DeBERTa with a classification head: a reranker, for example."""
+class DebertaV3Predictions(Module):
+    """``LayerNorm(act(dense(x)))``, and ``decoder``, the embedding table with a bias: the head of V3's files."""
+
+    def __init__(self, table: Embedding, config: DebertaV2Config, dtypes: Dtypes):
+        super().__init__()
+        E, self.act = config.hidden_size, config.hidden_act
+        self.dense = Linear(E, E, dtypes.dtype, has_bias=True)
+        self.LayerNorm = layer_norm(E, config.layer_norm_eps, dtypes)
+        self.decoder = vocabulary_layer(table, config, dtypes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = activation(self.act)(self.dense(x).astype(x.dtype))  # [B, T, E]
+        return self.decoder(self.LayerNorm(y).astype(x.dtype))  # [B, T, V]
 
 
-_HEADS = ("MaskedLM", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+class DebertaV3Heads(Module):
+    """``lm_predictions`` in the files."""
+
+    def __init__(self, table: Embedding, config: DebertaV2Config, dtypes: Dtypes):
+        super().__init__()
+        self.lm_head = DebertaV3Predictions(table, config, dtypes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.lm_head(x)  # [B, T, V]
+
+
+class DebertaV2ForMaskedLM(DebertaV2Model):
+    """A DeBERTa that predicts masked words."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.cls = PredictionHeads(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.cls(x).astype(jnp.float32)}
+
+
+class DebertaV3ForMaskedLM(DebertaV2Model):
+    """A DeBERTa that predicts masked words with the head of V3's files: its config must have ``legacy=False``.
+
+    Raises:
+        UserInputError: ``config.legacy`` is true, or ``tie_word_embeddings`` false: this head has no table of its own.
+    """
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        if config.legacy or not config.tie_word_embeddings:
+            raise UserInputError(
+                "DebertaV3ForMaskedLM must have a config with legacy=False and tie_word_embeddings=True"
+            )
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.lm_predictions = DebertaV3Heads(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.lm_predictions(x).astype(jnp.float32)}
+
+
+class DebertaV2ForTokenClassification(TokenClassifier, DebertaV2Model):
+    """A DeBERTa with a head for tokens: one that finds names, for example."""
+
+
+class DebertaV2ForQuestionAnswering(AnswerFinder, DebertaV2Model):
+    """A DeBERTa that finds the answer to a question in a text."""
+
+
+class DebertaV2ForSequenceClassification(PooledClassifier, DebertaV2Model):
+    """A DeBERTa with a head for texts: a reranker, for example."""
+
+
 DEBERTA_V2 = DebertaV2Model.family = Family.of(
     DebertaV2Model,
     DebertaV2Config,
     "DebertaV2Model",
-    *(f"DebertaV2For{head}" for head in _HEADS),
+    "DebertaV2ForMultipleChoice",
     names=Names(
-        Prefix({"deberta.": ""}),
+        Body("deberta."),
         Drop(
-            "cls.*",
+            "cls.predictions.*",
             "classifier.*",
             "qa_outputs.*",
-            "lm_predictions.*",
+            "lm_predictions.lm_head.*",
             "mask_predictions.*",
             head=True,
         ),
@@ -393,6 +480,30 @@ DEBERTA_V2 = DebertaV2Model.family = Family.of(
         GAMMA_BETA,
     ),
 )
-DEBERTA_V2_HEAD = DebertaV2ForSequenceClassification.family = with_head(
-    DEBERTA_V2, DebertaV2ForSequenceClassification
+DebertaV2ForMaskedLM.family = with_head(
+    DEBERTA_V2,
+    DebertaV2ForMaskedLM,
+    "cls.predictions.*",
+    layer="cls.predictions.decoder",
+    bias="cls.predictions.bias",
+)
+DebertaV3ForMaskedLM.family = replace(
+    with_head(
+        DEBERTA_V2,
+        DebertaV3ForMaskedLM,
+        "lm_predictions.lm_head.*",
+        architectures=("DebertaV2ForMaskedLM",),
+        layer="lm_predictions.lm_head.decoder",
+        bias="lm_predictions.lm_head.bias",
+    ),
+    only=(("legacy", False),),
+)
+DebertaV2ForTokenClassification.family = with_head(
+    DEBERTA_V2, DebertaV2ForTokenClassification, "classifier.*"
+)
+DebertaV2ForQuestionAnswering.family = with_head(
+    DEBERTA_V2, DebertaV2ForQuestionAnswering, "qa_outputs.*"
+)
+DebertaV2ForSequenceClassification.family = with_head(
+    DEBERTA_V2, DebertaV2ForSequenceClassification, "classifier.*", "pooler.*"
 )

@@ -7,7 +7,8 @@
         q, k, v = q_lin(x), k_lin(x), v_lin(x)
         x = sa_layer_norm(x + out_lin(softmax(q kᵀ / √D) v))    for each head, over all tokens
         x = output_layer_norm(x + lin2(gelu(lin1(x))))
-    scores = classifier(relu(pre_classifier(x[0])))
+    texts: logits = classifier(relu(pre_classifier(x[0])))
+    masked words: logits = vocab_projector(vocab_layer_norm(gelu(vocab_transform(x))))
 
 Source: arXiv:1910.01108.
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from ..dtype import DType
 from ..nn.activation import activation
@@ -28,12 +30,15 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from .family import Family
-from .names import GAMMA_BETA, Drop, Names, Prefix
+from .names import GAMMA_BETA, Body, Drop, Names
 from .parts import (
+    AnswerFinder,
     Dtypes,
     Encoder,
     EncoderConfig,
     Pooler,
+    TextClassifier,
+    TokenClassifier,
     add_embeddings,
     add_norm,
     alias,
@@ -47,6 +52,7 @@ from .parts import (
     split_features_over_mesh,
     split_heads,
     split_heads_over_mesh,
+    vocabulary_layer,
     with_head,
 )
 
@@ -68,7 +74,6 @@ class DistilBertConfig(EncoderConfig):
     activation: str = "gelu"
     max_position_embeddings: int = size(512)
     layer_norm_eps: float = constant(1e-12)
-    num_labels: int = constant(2)  # of "id2label"
 
 
 class DistilBertEmbeddings(Module):
@@ -182,45 +187,93 @@ class DistilBertModel(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = False,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
         self.embeddings = DistilBertEmbeddings(config, dtypes)
         self.transformer = DistilBertTransformer(config, dtypes)
         self.pooler = Pooler(config.dim, dtypes) if pooler else None
-        if head:
-            self.pre_classifier = Linear(config.dim, config.dim, dtypes.dtype, has_bias=True)
-            self.classifier = Linear(config.dim, config.num_labels, dtypes.dtype, has_bias=True)
 
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
         return self.transformer(self.embeddings(ids, positions), mask)
 
+
+class DistilBertForMaskedLM(DistilBertModel):
+    """A DistilBERT that predicts masked words: ``vocab_projector(vocab_layer_norm(act(vocab_transform(x))))``."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes, table = Dtypes.of(dtype, reduce_dtype), self.embeddings.word_embeddings
+        self.vocab_transform = Linear(config.dim, config.dim, dtypes.dtype, has_bias=True)
+        self.vocab_layer_norm = layer_norm(config.dim, config.layer_norm_eps, dtypes)
+        self.vocab_projector = vocabulary_layer(table, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        y = activation(self.config.activation)(self.vocab_transform(x).astype(x.dtype))  # [B, T, E]
+        y = self.vocab_layer_norm(y).astype(x.dtype)
+        return {"logits": self.vocab_projector(y).astype(jnp.float32)}
+
+
+class DistilBertForTokenClassification(TokenClassifier, DistilBertModel):
+    """A DistilBERT with a head for tokens: one that finds names, for example."""
+
+
+class DistilBertForQuestionAnswering(AnswerFinder, DistilBertModel):
+    """A DistilBERT that finds the answer to a question in a text."""
+
+
+class DistilBertForSequenceClassification(TextClassifier, DistilBertModel):
+    """A DistilBERT with a head for texts: a reranker, for example."""
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        self.pre_classifier = Linear(config.dim, config.dim, dtype, has_bias=True)
+        self.classifier = Linear(config.dim, config.num_labels, dtype, has_bias=True)
+
     def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
+        """First tokens' states ``[B, E]`` → logits ``[B, labels]``."""
         return self.classifier(activation("relu")(self.pre_classifier(pooled)))
-
-
-class DistilBertForSequenceClassification(DistilBertModel):
-    """A DistilBERT with a classification head: a reranker, for example."""
 
 
 DISTILBERT = DistilBertModel.family = Family.of(
     DistilBertModel,
     DistilBertConfig,
     "DistilBertModel",
-    "DistilBertForMaskedLM",
-    "DistilBertForTokenClassification",
-    "DistilBertForQuestionAnswering",
     "DistilBertForMultipleChoice",
     names=Names(
-        Prefix({"distilbert.": ""}),
+        Body("distilbert."),
         Drop("vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*", head=True),
         Drop("embeddings.position_ids"),
         GAMMA_BETA,
     ),
 )
-DISTILBERT_HEAD = DistilBertForSequenceClassification.family = with_head(
-    DISTILBERT, DistilBertForSequenceClassification
+DistilBertForMaskedLM.family = with_head(
+    DISTILBERT, DistilBertForMaskedLM, "vocab_*", layer="vocab_projector"
+)
+DistilBertForTokenClassification.family = with_head(
+    DISTILBERT, DistilBertForTokenClassification, "classifier.*"
+)
+DistilBertForQuestionAnswering.family = with_head(
+    DISTILBERT, DistilBertForQuestionAnswering, "qa_outputs.*"
+)
+DistilBertForSequenceClassification.family = with_head(
+    DISTILBERT, DistilBertForSequenceClassification, "pre_classifier.*", "classifier.*"
 )

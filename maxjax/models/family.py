@@ -23,7 +23,7 @@ from ..nn.embedding import Embedding
 from ..nn.layer import ExpertStack, Module
 from ..nn.linear import ColumnParallelLinear, Linear
 from ..nn.stacked_linear import StackedLinear
-from .config import ModelConfig
+from .config import ModelConfig, default_labels, labels_in, labels_of
 from .names import CACHE_SCALES, Names, matcher, multimodal_rows, unwrapped
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Family:
         gguf: how the family's GGUF files name tensors and settings; None: there are no such files.
         only: (key, value) of settings that a ``config.json`` must have to be of this family, where
             another family has the same names.
+        body: the family of the models without the head of this family's, if GGUF files have no such head; else None.
     """
 
     model_type: str
@@ -70,6 +71,7 @@ class Family:
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
     only: tuple[tuple[str, Any], ...] = ()
     gguf: GGUFTable | None = None
+    body: Family | None = None
 
     def __post_init__(self) -> None:
         rows = self.names.rows
@@ -180,6 +182,8 @@ class PretrainedModel(Module):
     """Base class of complete models, which load the checkpoints of their family unchanged."""
 
     family: ClassVar[Family]
+    # What the model's head is for: "fill-mask", "tag", "classify", "answer"; None: it has no such head.
+    task: ClassVar[str | None] = None
     # JSON text, because a Module's definition is compared often and text compares quickly.
     _config_text: str | None = None
     # What else the checkpoint holds that the model was loaded from: saved with it; None: nothing.
@@ -195,6 +199,18 @@ class PretrainedModel(Module):
     ) -> Self:
         """A lazy model for a checkpoint with tensors of these names: ``Family.make`` of most families."""
         raise NotImplementedError
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """The names of the labels of the model's head, by number, as ``config.json`` has them."""
+        raw = self.hf_config or {}
+        return dict(enumerate(labels_in(raw) or default_labels(labels_of(raw))))
+
+    @property
+    def problem_type(self) -> str | None:
+        """``problem_type`` in ``config.json``: what the labels of a text are; None if it does not say."""
+        found = (self.hf_config or {}).get("problem_type")
+        return found if isinstance(found, str) else None
 
     @property
     def hf_config(self) -> dict[str, Any] | None:

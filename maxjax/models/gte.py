@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,20 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear
 from ..nn.rope_scaling import LinearScalingParams
 from .family import Family
-from .names import ROPE_TABLES, Drop, Names, Prefix
+from .names import ROPE_TABLES, Body, Drop, Names, Rename
 from .parts import (
     Angles,
     Dtypes,
     Encoder,
     EncoderConfig,
+    MaskedWordHead,
+    PooledClassifier,
     Pooler,
     Rope,
+    TokenClassifier,
     add_embeddings,
     add_norm,
     config_field,
-    constant,
     encoder_angles,
     layer_norm,
     layers,
@@ -82,7 +84,6 @@ class GteConfig(EncoderConfig):
     type_vocab_size: int = size(1, minimum=0)
     layer_norm_eps: float = 1e-12
     rope_parameters: Rope = Rope(160_000.0)
-    num_labels: int = constant(2)  # of "id2label"
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
@@ -219,15 +220,12 @@ class GteModel(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = False,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
         self.embeddings = GteEmbeddings(config, dtypes)
         self.encoder = GteEncoder(config, dtypes)
         self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
-        classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
-        self.classifier = classifier if head else None
 
     @property
     def takes_types(self) -> bool:  # type: ignore[override]
@@ -241,27 +239,67 @@ class GteModel(Encoder):
         return self.encoder(self.embeddings(ids, types), mask, angles)
 
 
-class GteForSequenceClassification(GteModel):
-    """A GTE with a classification head: a reranker, for example."""
+class GteForMaskedLM(GteModel):
+    """A GTE that predicts masked words: ``decoder(layer_norm(gelu(dense(x))))``."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.lm_head = MaskedWordHead(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.lm_head(x).astype(jnp.float32)}
+
+
+class GteForTokenClassification(TokenClassifier, GteModel):
+    """A GTE with a head for tokens: one that finds names, for example."""
+
+
+class GteForSequenceClassification(PooledClassifier, GteModel):
+    """A GTE with a head for texts: a reranker, for example."""
 
 
 GTE = GteModel.family = Family.of(
     GteModel,
     GteConfig,
     "GteModel",
-    "GteForMaskedLM",
-    "GteForTokenClassification",
     "NewModel",
-    "NewForMaskedLM",
-    "NewForTokenClassification",
     names=Names(
-        Prefix({"new.": "", "gte.": ""}),
+        Body("gte.", "new."),
+        Rename(
+            {f"lm_head.norm.{one}": f"lm_head.layer_norm.{one}" for one in ("weight", "bias")}, True
+        ),
         Drop("lm_head.*", "classifier.*", head=True),
         Drop("embeddings.position_ids"),
         ROPE_TABLES,
     ),
 )
-GTE_HEAD = GteForSequenceClassification.family = with_head(
-    GTE, GteForSequenceClassification,
-    "GteForSequenceClassification", "NewForSequenceClassification",
-)  # fmt: skip
+GteForMaskedLM.family = with_head(
+    GTE,
+    GteForMaskedLM,
+    "lm_head.*",
+    layer="lm_head.decoder",
+    architectures=("GteForMaskedLM", "NewForMaskedLM"),
+)
+GteForTokenClassification.family = with_head(
+    GTE,
+    GteForTokenClassification,
+    "classifier.*",
+    architectures=("GteForTokenClassification", "NewForTokenClassification"),
+)
+GteForSequenceClassification.family = with_head(
+    GTE,
+    GteForSequenceClassification,
+    "classifier.*",
+    architectures=("GteForSequenceClassification", "NewForSequenceClassification"),
+)

@@ -36,19 +36,21 @@ from ..nn.linear import Linear
 from .family import Family
 from .gguf.config.read import rows_of
 from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
-from .names import Drop, Names, Prefix, Rename
+from .names import Body, Drop, Names, Rename
 from .parts import (
     Angles,
-    ClassificationHead,
+    AnswerFinder,
     Dtypes,
     Encoder,
     EncoderConfig,
+    FirstTokenClassifier,
+    MaskedWordHead,
     Pooler,
     Rope,
+    TokenClassifier,
     add_embeddings,
     add_norm,
     config_field,
-    constant,
     encoder_angles,
     layer_norm,
     layers,
@@ -68,7 +70,6 @@ from .unread import ReadTracker
 _LOG = logging.getLogger("maxjax")
 # In files with updates, each weight has the name of a parametrised torch weight, beside its updates.
 _ORIGINAL = ".parametrizations.weight.original"
-_HEADS = ("MaskedLM", "TokenClassification", "QuestionAnswering")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,6 @@ class JinaV3Config(EncoderConfig):
     type_vocab_size: int = size(1, minimum=0)
     layer_norm_eps: float = 1e-5
     rope_parameters: Rope = Rope(20_000.0)
-    num_labels: int = constant(2)  # of "id2label"
 
     @property
     def max_length(self) -> int:
@@ -220,7 +220,6 @@ class JinaV3Model(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = False,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
@@ -228,8 +227,6 @@ class JinaV3Model(Encoder):
         self.emb_ln = layer_norm(config.hidden_size, config.layer_norm_eps, dtypes)
         self.encoder = JinaV3Encoder(config, dtypes)
         self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
-        classifier = ClassificationHead(config.hidden_size, config.num_labels, dtypes)
-        self.classifier = classifier if head else None
 
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
@@ -239,13 +236,39 @@ class JinaV3Model(Encoder):
         angles = encoder_angles(config.rope_parameters, positions, mask, config.head_dim)
         return self.encoder(x, mask, angles)
 
-    def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
-        return self.classifier(pooled)
+
+class JinaV3ForMaskedLM(JinaV3Model):
+    """Jina's encoder that predicts masked words: ``decoder(layer_norm(gelu(dense(x))))``."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.lm_head = MaskedWordHead(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.lm_head(x).astype(jnp.float32)}
 
 
-class JinaV3ForSequenceClassification(JinaV3Model):
-    """Jina's encoder with a classification head."""
+class JinaV3ForTokenClassification(TokenClassifier, JinaV3Model):
+    """Jina's encoder with a head for tokens: one that finds names, for example."""
+
+
+class JinaV3ForQuestionAnswering(AnswerFinder, JinaV3Model):
+    """Jina's encoder that finds the answer to a question in a text."""
+
+
+class JinaV3ForSequenceClassification(FirstTokenClassifier, JinaV3Model):
+    """Jina's encoder with a head for texts: a reranker, for example."""
 
 
 JINA_V3_GGUF = GGUFTable(
@@ -270,17 +293,39 @@ JINA_V3 = JinaV3Model.family = Family.of(
     JinaV3Model,
     JinaV3Config,
     "JinaEmbeddingsV3Model",
-    *(f"JinaEmbeddingsV3For{head}" for head in _HEADS),
     names=Names(
-        Prefix({"roberta.": ""}),
+        Body("roberta."),
         Drop("lm_head.*", "classifier.*", "qa_outputs.*", head=True),
         Drop("*.lora_A", "*.lora_B", kept=True),
         Rename({_ORIGINAL: ".weight"}),
     ),
     gguf=JINA_V3_GGUF,
 )
-JINA_V3_HEAD = JinaV3ForSequenceClassification.family = with_head(
-    JINA_V3, JinaV3ForSequenceClassification, "JinaEmbeddingsV3ForSequenceClassification"
+JinaV3ForMaskedLM.family = with_head(
+    JINA_V3,
+    JinaV3ForMaskedLM,
+    "lm_head.*",
+    layer="lm_head.decoder",
+    bias="lm_head.bias",
+    architectures=("JinaEmbeddingsV3ForMaskedLM",),
+)
+JinaV3ForTokenClassification.family = with_head(
+    JINA_V3,
+    JinaV3ForTokenClassification,
+    "classifier.*",
+    architectures=("JinaEmbeddingsV3ForTokenClassification",),
+)
+JinaV3ForQuestionAnswering.family = with_head(
+    JINA_V3,
+    JinaV3ForQuestionAnswering,
+    "qa_outputs.*",
+    architectures=("JinaEmbeddingsV3ForQuestionAnswering",),
+)
+JinaV3ForSequenceClassification.family = with_head(
+    JINA_V3,
+    JinaV3ForSequenceClassification,
+    "classifier.*",
+    architectures=("JinaEmbeddingsV3ForSequenceClassification",),
 )
 # The published files name the architecture XLM-RoBERTa.
 JINA_V3_PUBLISHED = dataclasses.replace(

@@ -35,7 +35,7 @@ from .family import Family
 from .gguf.config.read import Config, Shapes
 from .gguf.metadata import Settings, unsupported
 from .gguf.table import ENCODER_NAMES, GGUFTable
-from .names import Drop, Names, Prefix
+from .names import Body, Drop, Names
 from .parts import (
     FULL,
     SLIDING,
@@ -45,6 +45,7 @@ from .parts import (
     EncoderConfig,
     Pooler,
     Rope,
+    TextClassifier,
     config_field,
     constant,
     encoder_angles,
@@ -61,6 +62,8 @@ from .parts import (
     split_fused_heads_over_mesh,
     split_heads,
     split_heads_over_mesh,
+    start_and_end,
+    vocabulary_layer,
     with_head,
 )
 from .parts.rotary import object_of, rope_of
@@ -101,9 +104,10 @@ class ModernBertConfig(EncoderConfig):
     classifier_pooling: str = "cls"
     classifier_bias: bool = False
     classifier_activation: str = "gelu"
-    num_labels: int = constant(2)  # of "id2label"
+    decoder_bias: bool = True
 
     def _fill_in(self) -> None:
+        super()._fill_in()
         if not self.layer_types:
             self._set("layer_types", all_but_every_nth(self.num_hidden_layers, 3))
 
@@ -273,7 +277,6 @@ class ModernBertModel(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = False,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
@@ -284,14 +287,6 @@ class ModernBertModel(Encoder):
         )
         self.final_norm = layer_norm(E, eps, dtypes, bias)
         self.pooler = Pooler(E, dtypes) if pooler else None
-        if head:
-            self.head = ModernBertHead(config, dtypes)
-            self.classifier = Linear(E, config.num_labels, dtypes.dtype, has_bias=True)
-
-    @property
-    def head_pooling(self) -> str:  # type: ignore[override]
-        """The pooling of the state that the head takes: ``classifier_pooling``, "cls" or "mean"."""
-        return self.config.classifier_pooling
 
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last norm."""
@@ -304,13 +299,97 @@ class ModernBertModel(Encoder):
         x = run_encoder(self.layers, self.embeddings(ids), mask, angles)  # [B, T, E]
         return self.final_norm(x).astype(x.dtype)
 
+
+class ModernBertForMaskedLM(ModernBertModel):
+    """A ModernBERT that predicts masked words: ``decoder(head(x))``."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes, table = Dtypes.of(dtype, reduce_dtype), self.embeddings.tok_embeddings
+        self.head = ModernBertHead(config, dtypes)
+        self.decoder = vocabulary_layer(table, config, dtypes, has_bias=config.decoder_bias)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.decoder(self.head(x)).astype(jnp.float32)}
+
+
+class ModernBertForTokenClassification(ModernBertModel):
+    """A ModernBERT with a head for tokens: one that finds names, for example."""
+
+    task: ClassVar[str | None] = "tag"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        self.head = ModernBertHead(config, Dtypes.of(dtype, reduce_dtype))
+        self.classifier = Linear(config.hidden_size, config.num_labels, dtype, has_bias=True)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, labels]`` of the tokens."""
+        return {"logits": self.classifier(self.head(x)).astype(jnp.float32)}
+
+
+class ModernBertForQuestionAnswering(ModernBertModel):
+    """A ModernBERT that finds the answer to a question in a text."""
+
+    task: ClassVar[str | None] = "answer"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        self.head = ModernBertHead(config, Dtypes.of(dtype, reduce_dtype))
+        self.classifier = Linear(config.hidden_size, 2, dtype, has_bias=True)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T]`` of each token as the first and as the last of the answer."""
+        return start_and_end(self.classifier(self.head(x)))
+
+
+class ModernBertForSequenceClassification(TextClassifier, ModernBertModel):
+    """A ModernBERT with a head for texts: a reranker, for example."""
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        self.head = ModernBertHead(config, Dtypes.of(dtype, reduce_dtype))
+        self.classifier = Linear(config.hidden_size, config.num_labels, dtype, has_bias=True)
+
+    @property
+    def head_pooling(self) -> str:  # type: ignore[override]
+        """The pooling of the state that the head takes: ``classifier_pooling``, "cls" or "mean"."""
+        return self.config.classifier_pooling
+
     def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``."""
+        """Pooled states ``[B, E]`` → logits ``[B, labels]``."""
         return self.classifier(self.head(pooled))
-
-
-class ModernBertForSequenceClassification(ModernBertModel):
-    """A ModernBERT with a classification head: a reranker, for example."""
 
 
 def _read_gguf(given: Settings, tensors: Shapes, config: Config) -> Config:
@@ -365,16 +444,27 @@ MODERNBERT = ModernBertModel.family = Family.of(
     ModernBertModel,
     ModernBertConfig,
     "ModernBertModel",
-    "ModernBertForMaskedLM",
-    "ModernBertForTokenClassification",
-    "ModernBertForQuestionAnswering",
     "ModernBertForMultipleChoice",
     names=Names(
-        Prefix({"model.": ""}),
+        Body("model."),
         Drop("head.*", "decoder.*", "classifier.*", "qa_outputs.*", head=True),
     ),
     gguf=MODERNBERT_GGUF,
 )
-MODERNBERT_HEAD = ModernBertForSequenceClassification.family = with_head(
-    MODERNBERT, ModernBertForSequenceClassification
+ModernBertForMaskedLM.family = with_head(
+    MODERNBERT,
+    ModernBertForMaskedLM,
+    "head.*",
+    "decoder.*",
+    layer="decoder",
+    table="embeddings.tok_embeddings.weight",
+)
+ModernBertForTokenClassification.family = with_head(
+    MODERNBERT, ModernBertForTokenClassification, "head.*", "classifier.*"
+)
+ModernBertForQuestionAnswering.family = with_head(
+    MODERNBERT, ModernBertForQuestionAnswering, "head.*", "classifier.*"
+)
+ModernBertForSequenceClassification.family = with_head(
+    MODERNBERT, ModernBertForSequenceClassification, "head.*", "classifier.*"
 )

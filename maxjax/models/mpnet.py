@@ -30,16 +30,18 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from .family import Family
-from .names import Drop, Names, Prefix
+from .names import Body, Drop, Names
 from .parts import (
-    ClassificationHead,
+    AnswerFinder,
     Dtypes,
     Encoder,
     EncoderConfig,
+    FirstTokenClassifier,
+    MaskedWordHead,
     Pooler,
+    TokenClassifier,
     add_embeddings,
     add_norm,
-    constant,
     layer_norm,
     layers,
     merge_heads,
@@ -73,7 +75,6 @@ class MPNetConfig(EncoderConfig):
     max_position_embeddings: int = size(512, minimum=3)
     layer_norm_eps: float = 1e-12
     relative_attention_num_buckets: int = size(_BUCKETS)
-    num_labels: int = constant(2)  # of "id2label"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,15 +245,12 @@ class MPNetModel(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = False,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
         self.embeddings = MPNetEmbeddings(config, dtypes)
         self.encoder = MPNetEncoder(config, dtypes)
         self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
-        classifier = ClassificationHead(config.hidden_size, config.num_labels, dtypes)
-        self.classifier = classifier if head else None
 
     def position_ids(self, ids: jax.Array, indices: jax.Array) -> jax.Array:
         """The positions of tokens, as in RoBERTa: they count only real tokens."""
@@ -262,29 +260,57 @@ class MPNetModel(Encoder):
         """Hidden states ``[B, T, E]`` after the last layer."""
         return self.encoder(self.embeddings(ids, positions), mask)
 
-    def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: first tokens' states ``[B, E]`` → scores ``[B, labels]``."""
-        return self.classifier(pooled)
+
+class MPNetForMaskedLM(MPNetModel):
+    """An MPNet that predicts masked words: ``decoder(layer_norm(gelu(dense(x))))``."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.lm_head = MaskedWordHead(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.lm_head(x).astype(jnp.float32)}
 
 
-class MPNetForSequenceClassification(MPNetModel):
-    """An MPNet with a classification head: a reranker, for example."""
+class MPNetForTokenClassification(TokenClassifier, MPNetModel):
+    """An MPNet with a head for tokens: one that finds names, for example."""
+
+
+class MPNetForQuestionAnswering(AnswerFinder, MPNetModel):
+    """An MPNet that finds the answer to a question in a text."""
+
+
+class MPNetForSequenceClassification(FirstTokenClassifier, MPNetModel):
+    """An MPNet with a head for texts: a reranker, for example."""
 
 
 MPNET = MPNetModel.family = Family.of(
     MPNetModel,
     MPNetConfig,
     "MPNetModel",
-    "MPNetForMaskedLM",
-    "MPNetForTokenClassification",
-    "MPNetForQuestionAnswering",
     "MPNetForMultipleChoice",
     names=Names(
-        Prefix({"mpnet.": ""}),
+        Body("mpnet."),
         Drop("lm_head.*", "classifier.*", "qa_outputs.*", head=True),
         Drop("embeddings.position_ids"),
     ),
 )
-MPNET_HEAD = MPNetForSequenceClassification.family = with_head(
-    MPNET, MPNetForSequenceClassification
+MPNetForMaskedLM.family = with_head(
+    MPNET, MPNetForMaskedLM, "lm_head.*", layer="lm_head.decoder", bias="lm_head.bias"
+)
+MPNetForTokenClassification.family = with_head(MPNET, MPNetForTokenClassification, "classifier.*")
+MPNetForQuestionAnswering.family = with_head(MPNET, MPNetForQuestionAnswering, "qa_outputs.*")
+MPNetForSequenceClassification.family = with_head(
+    MPNET, MPNetForSequenceClassification, "classifier.*"
 )

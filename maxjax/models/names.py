@@ -2,15 +2,15 @@
 
 A model's attributes are spelled as in its files, so most tables have few rows: other models put a prefix before
 every name, old files use other names, some tensors are not needed, and some hold several weights. ``Names`` is
-a table; :class:`Prefix`, :class:`Headless`, :class:`Unwrap`, :class:`Rename`, :class:`Drop`, :class:`DropLayers` and
-``fused_experts.FusedExperts`` are its rows.
+a table; :class:`Prefix`, :class:`Headless`, :class:`Body`, :class:`Unwrap`, :class:`Rename`, :class:`SharedBias`,
+:class:`Drop`, :class:`DropLayers` and ``fused_experts.FusedExperts`` are its rows.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Self, TypeVar
 
@@ -95,6 +95,135 @@ class Headless(Row):
     def model_name(self, name: str) -> str | None:
         """See :class:`Row`."""
         return self.prefix + name if name.startswith(self.starts) else name
+
+
+@dataclass(frozen=True, init=False)
+class Body(Row):
+    """The prefix of the names of a model's body in files of the model with a head; files of the body alone lack it.
+
+    Args:
+        prefixes: the prefix; others are read as well, but not written.
+
+    Attributes:
+        head: patterns of the names of the head's tensors, which have no prefix; none for the body alone.
+        is_written: whether files are written with the prefix.
+
+    Example:
+        >>> row = Body("bert.").with_head("classifier.*")
+        >>> row.model_name("bert.norm.weight"), row.file_names("norm.weight"), row.file_names("classifier.bias")
+        ('norm.weight', ['bert.norm.weight', 'norm.weight'], ['classifier.bias'])
+    """
+
+    prefixes: tuple[str, ...]
+    head: tuple[str, ...]
+    is_written: bool
+
+    def __init__(self, *prefixes: str, head: tuple[str, ...] = (), is_written: bool = False):
+        for field, value in (("prefixes", prefixes), ("head", head), ("is_written", is_written)):
+            object.__setattr__(self, field, value)
+
+    def model_name(self, name: str) -> str | None:
+        """See :class:`Row`."""
+        for prefix in self.prefixes:
+            if name.startswith(prefix):
+                return name[len(prefix) :]
+        return name
+
+    def file_names(self, name: str) -> list[str]:
+        """See :class:`Row`."""
+        if matcher(self.head).fullmatch(name):
+            return [name]
+        found = [prefix + name for prefix in self.prefixes]
+        return [*found, name] if self.is_written else [name, *found]
+
+    def as_in(self, tensors: Mapping[str, Any]) -> Self:
+        """See :class:`Row`."""
+        used = [one for one in self.prefixes if any(name.startswith(one) for name in tensors)]
+        prefixes = (*used, *(one for one in self.prefixes if one not in used))
+        return type(self)(*prefixes, head=self.head, is_written=bool(used))
+
+    def with_head(self, *patterns: str) -> Self:
+        """This row for files of a model with a head, whose tensors' names match these patterns."""
+        return type(self)(*self.prefixes, head=patterns, is_written=True)
+
+    def alone(self) -> Self:
+        """This row for files of the body alone."""
+        return type(self)(*self.prefixes)
+
+
+@dataclass(frozen=True)
+class SharedBias(Row):
+    """A bias of a layer that files have under another name, under the layer's, or under both.
+
+    Where a file has both, the layer's is read, as in transformers. Files are written with the other name; and with
+    both if the layer has a weight of its own in the file, as transformers then does not take the two for one.
+
+    Attributes:
+        layer: name of the layer.
+        other: the other name of its bias.
+        written: the names that are written; None: as above.
+
+    Example:
+        >>> names = Names(SharedBias("decoder", "bias"))
+        >>> names.read({"decoder.bias": 1, "bias": 2}), names.read({"bias": 2}), names.write({"decoder.bias": 1})
+        ({'decoder.bias': 1}, {'decoder.bias': 2}, {'bias': 1})
+    """
+
+    layer: str
+    other: str
+    written: tuple[str, ...] | None = None
+
+    def model_name(self, name: str) -> str | None:
+        """See :class:`Row`."""
+        return f"{self.layer}.bias" if name == self.other else name
+
+    def file_names(self, name: str) -> list[str]:
+        """See :class:`Row`."""
+        return [name, self.other] if name == f"{self.layer}.bias" else [name]
+
+    def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See :class:`Row`."""
+        if f"{self.layer}.bias" not in tensors:
+            return tensors
+        return {name: one for name, one in tensors.items() if name != self.other}
+
+    def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See :class:`Row`."""
+        own = f"{self.layer}.bias"
+        if own not in tensors:
+            return tensors
+        is_free = f"{self.layer}.weight" in tensors
+        written = (self.other, own) if is_free else (self.other,)
+        rest = {name: one for name, one in tensors.items() if name != own}
+        return rest | dict.fromkeys(self.written or written, tensors[own])
+
+    def as_in(self, tensors: Mapping[str, Any]) -> Self:
+        """See :class:`Row`."""
+        both = self.other, f"{self.layer}.bias"
+        found = tuple(name for name in both if name in tensors)
+        usual = both if f"{self.layer}.weight" in tensors else both[:1]
+        return self if found in ((), usual) else replace(self, written=found)
+
+
+@dataclass(frozen=True)
+class Copy(Row):
+    """A tensor that a file has as a copy of another: it is written as well, with the other's values.
+
+    Attributes:
+        name: name of the copy in files.
+        original: the model's name of the other.
+
+    Example:
+        >>> Names(Copy("lm_head.weight", "embed.weight")).write({"embed.weight": 1})
+        {'embed.weight': 1, 'lm_head.weight': 1}
+    """
+
+    name: str
+    original: str
+
+    def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See :class:`Row`."""
+        return {**tensors, self.name: tensors[self.original]}
 
 
 @dataclass(frozen=True)
@@ -408,6 +537,20 @@ class Names:
         """This table, with some patterns no longer dropped."""
         rows = (row.without(*patterns) if isinstance(row, Drop) else row for row in self.rows)
         return Names(*rows)
+
+    @property
+    def body(self) -> Body | None:
+        """The row of the prefix of the body's names; None: the model has no such prefix."""
+        return next((row for row in self.rows if isinstance(row, Body)), None)
+
+    def with_head(self, *patterns: str) -> Names:
+        """This table for models with a head, whose tensors' names match these patterns and are no longer dropped."""
+        rows = (row.with_head(*patterns) if isinstance(row, Body) else row for row in self.rows)
+        return Names(*rows).without(*patterns)
+
+    def of_body(self) -> Names:
+        """This table for files of the model's body alone, whose names have no prefix."""
+        return Names(*(row.alone() if isinstance(row, Body) else row for row in self.rows))
 
     def _dropped_by(self, tensor: str) -> Drop | None:
         """The row that drops a tensor by its name."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +34,19 @@ from .family import Family
 from .gguf.config.read import Config, Shapes, rows_of
 from .gguf.metadata import Settings
 from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
-from .names import ROPE_TABLES, Drop, Names, Prefix
+from .names import ROPE_TABLES, Body, Drop, Names
 from .parts import (
     Angles,
     Dtypes,
     Encoder,
     EncoderConfig,
+    PooledClassifier,
     Pooler,
     Rope,
+    TokenClassifier,
     add_embeddings,
     add_norm,
     config_field,
-    constant,
     encoder_angles,
     layer_norm,
     layers,
@@ -59,6 +60,7 @@ from .parts import (
     split_fused_heads_over_mesh,
     split_heads,
     split_heads_over_mesh,
+    vocabulary_layer,
     with_head,
 )
 from .parts.rotary import read_rope
@@ -101,7 +103,6 @@ class NomicBertConfig(EncoderConfig):
     mlp_fc1_bias: bool = False
     mlp_fc2_bias: bool = False
     rope_parameters: Rope = Rope(1000.0)
-    num_labels: int = constant(2)  # of "id2label"
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
@@ -249,7 +250,6 @@ class NomicBertModel(Encoder):
         *,
         reduce_dtype: Any = DType.float32,
         pooler: bool = False,
-        head: bool = False,
     ):
         dtypes = Dtypes.of(dtype, reduce_dtype)
         super().__init__(config, dtypes)
@@ -257,8 +257,6 @@ class NomicBertModel(Encoder):
         self.emb_ln = layer_norm(config.hidden_size, config.layer_norm_eps, dtypes)
         self.encoder = NomicBertEncoder(config, dtypes)
         self.pooler = Pooler(config.hidden_size, dtypes) if pooler else None
-        classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
-        self.classifier = classifier if head else None
 
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last layer."""
@@ -269,8 +267,71 @@ class NomicBertModel(Encoder):
         return self.encoder(x, mask, angles)
 
 
-class NomicBertForSequenceClassification(NomicBertModel):
-    """A Nomic BERT with a classification head: a reranker, for example."""
+class NomicBertTransform(Module):
+    """``layer_norm(act(dense(x)))``, the first part of the head for masked words."""
+
+    def __init__(self, config: NomicBertConfig, dtypes: Dtypes):
+        super().__init__()
+        E, self.act = config.hidden_size, config.hidden_act
+        self.dense = Linear(E, E, dtypes.dtype, has_bias=True)
+        self.layer_norm = layer_norm(E, config.layer_norm_eps, dtypes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = activation(self.act)(self.dense(x).astype(x.dtype))  # [B, T, E]
+        return self.layer_norm(y).astype(x.dtype)
+
+
+class NomicBertPredictions(Module):
+    """``decoder(transform(x))``."""
+
+    def __init__(self, table: Embedding, config: NomicBertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.transform = NomicBertTransform(config, dtypes)
+        self.decoder = vocabulary_layer(table, config, dtypes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.decoder(self.transform(x))  # [B, T, V]
+
+
+class NomicBertHeads(Module):
+    """``cls`` in the files."""
+
+    def __init__(self, table: Embedding, config: NomicBertConfig, dtypes: Dtypes):
+        super().__init__()
+        self.predictions = NomicBertPredictions(table, config, dtypes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.predictions(x)  # [B, T, V]
+
+
+class NomicBertForMaskedLM(NomicBertModel):
+    """A Nomic BERT that predicts masked words."""
+
+    task: ClassVar[str | None] = "fill-mask"
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool = False,
+    ):
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
+        dtypes = Dtypes.of(dtype, reduce_dtype)
+        self.cls = NomicBertHeads(self.embeddings.word_embeddings, config, dtypes)
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.cls(x).astype(jnp.float32)}
+
+
+class NomicBertForTokenClassification(TokenClassifier, NomicBertModel):
+    """A Nomic BERT with a head for tokens: one that finds names, for example."""
+
+
+class NomicBertForSequenceClassification(PooledClassifier, NomicBertModel):
+    """A Nomic BERT with a head for texts: a reranker, for example."""
 
 
 def _read_gguf(given: Settings, tensors: Shapes, config: Config) -> Config:
@@ -303,16 +364,24 @@ NOMIC_BERT = NomicBertModel.family = Family.of(
     NomicBertModel,
     NomicBertConfig,
     "NomicBertModel",
-    "NomicBertForPreTraining",
-    "NomicBertForMaskedLM",
-    "NomicBertForTokenClassification",
     names=Names(
-        Prefix({"nomic_bert.": "", "bert.": ""}),
-        Drop("cls.*", "classifier.*", head=True),
+        Body("nomic_bert.", "bert."),
+        Drop("cls.predictions.*", "cls.seq_relationship.*", "classifier.*", head=True),
         ROPE_TABLES,
     ),
     gguf=NOMIC_BERT_GGUF,
 )
-NOMIC_BERT_HEAD = NomicBertForSequenceClassification.family = with_head(
-    NOMIC_BERT, NomicBertForSequenceClassification
+NomicBertForMaskedLM.family = with_head(
+    NOMIC_BERT,
+    NomicBertForMaskedLM,
+    "cls.predictions.*",
+    layer="cls.predictions.decoder",
+    bias="cls.predictions.bias",
+    architectures=("NomicBertForMaskedLM", "NomicBertForPreTraining"),
+)
+NomicBertForTokenClassification.family = with_head(
+    NOMIC_BERT, NomicBertForTokenClassification, "classifier.*"
+)
+NomicBertForSequenceClassification.family = with_head(
+    NOMIC_BERT, NomicBertForSequenceClassification, "classifier.*"
 )

@@ -113,76 +113,76 @@ ENTRIES: dict[str, Entry] = {
     "phi.Phi": Entry("phi", "PhiForCausalLM PhiModel", "phi2"),
     "apertus.Apertus": Entry("apertus", "ApertusForCausalLM ApertusModel", "apertus"),
     "bert.BertModel": Entry(
-        "bert",
-        "BertModel BertForPreTraining BertForMaskedLM BertForNextSentencePrediction "
-        "BertForMultipleChoice BertForTokenClassification BertForQuestionAnswering",
-        "bert",
+        "bert", "BertModel BertForNextSentencePrediction BertForMultipleChoice", "bert"
     ),
+    "bert.BertForMaskedLM": Entry("bert", "BertForMaskedLM BertForPreTraining"),
+    "bert.BertForTokenClassification": Entry("bert", "BertForTokenClassification"),
+    "bert.BertForQuestionAnswering": Entry("bert", "BertForQuestionAnswering"),
     "bert.BertForSequenceClassification": Entry("bert", "BertForSequenceClassification"),
     "distilbert.DistilBertModel": Entry(
-        "distilbert",
-        "DistilBertModel DistilBertForMaskedLM DistilBertForTokenClassification "
-        "DistilBertForQuestionAnswering DistilBertForMultipleChoice",
+        "distilbert", "DistilBertModel DistilBertForMultipleChoice"
     ),
     "hunyuan.HunyuanMoE": Entry(
         "hunyuan_v1_moe",
         "HunYuanMoEV1ForCausalLM HunYuanMoEV1Model",
         "hunyuan-moe",
     ),
+    "distilbert.DistilBertForMaskedLM": Entry("distilbert", "DistilBertForMaskedLM"),
+    "distilbert.DistilBertForTokenClassification": Entry(
+        "distilbert", "DistilBertForTokenClassification"
+    ),
+    "distilbert.DistilBertForQuestionAnswering": Entry(
+        "distilbert", "DistilBertForQuestionAnswering"
+    ),
     "distilbert.DistilBertForSequenceClassification": Entry(
-        "distilbert",
-        "DistilBertForSequenceClassification",
+        "distilbert", "DistilBertForSequenceClassification"
     ),
-    "mpnet.MPNetModel": Entry(
-        "mpnet",
-        "MPNetModel MPNetForMaskedLM MPNetForTokenClassification MPNetForQuestionAnswering "
-        "MPNetForMultipleChoice",
-    ),
+    "mpnet.MPNetModel": Entry("mpnet", "MPNetModel MPNetForMultipleChoice"),
+    "mpnet.MPNetForMaskedLM": Entry("mpnet", "MPNetForMaskedLM"),
+    "mpnet.MPNetForTokenClassification": Entry("mpnet", "MPNetForTokenClassification"),
+    "mpnet.MPNetForQuestionAnswering": Entry("mpnet", "MPNetForQuestionAnswering"),
     "mpnet.MPNetForSequenceClassification": Entry("mpnet", "MPNetForSequenceClassification"),
-    "bert.RobertaModel": Entry(
-        "roberta",
-        "RobertaModel RobertaForMaskedLM RobertaForTokenClassification "
-        "RobertaForMultipleChoice RobertaForQuestionAnswering",
-    ),
+    "bert.RobertaModel": Entry("roberta", "RobertaModel RobertaForMultipleChoice"),
+    "bert.RobertaForMaskedLM": Entry("roberta", "RobertaForMaskedLM"),
+    "bert.RobertaForTokenClassification": Entry("roberta", "RobertaForTokenClassification"),
+    "bert.RobertaForQuestionAnswering": Entry("roberta", "RobertaForQuestionAnswering"),
     "bert.RobertaForSequenceClassification": Entry("roberta", "RobertaForSequenceClassification"),
     "jina.JINA_V3_PUBLISHED": Entry("xlm-roberta", "XLMRobertaModel"),
-    "bert.XLMRobertaModel": Entry(
-        "xlm-roberta",
-        "XLMRobertaModel XLMRobertaForMaskedLM XLMRobertaForTokenClassification "
-        "XLMRobertaForMultipleChoice XLMRobertaForQuestionAnswering",
+    "bert.XLMRobertaModel": Entry("xlm-roberta", "XLMRobertaModel XLMRobertaForMultipleChoice"),
+    "bert.XLMRobertaForMaskedLM": Entry("xlm-roberta", "XLMRobertaForMaskedLM"),
+    "bert.XLMRobertaForTokenClassification": Entry(
+        "xlm-roberta", "XLMRobertaForTokenClassification"
     ),
+    "bert.XLMRobertaForQuestionAnswering": Entry("xlm-roberta", "XLMRobertaForQuestionAnswering"),
     "bert.XLMRobertaForSequenceClassification": Entry(
-        "xlm-roberta",
-        "XLMRobertaForSequenceClassification",
+        "xlm-roberta", "XLMRobertaForSequenceClassification"
     ),
-    "jina.JinaV3Model": Entry(
-        "jina_embeddings_v3",
-        "JinaEmbeddingsV3Model JinaEmbeddingsV3ForMaskedLM "
-        "JinaEmbeddingsV3ForTokenClassification JinaEmbeddingsV3ForQuestionAnswering",
-        "jina-bert-v3",
+    "jina.JinaV3Model": Entry("jina_embeddings_v3", "JinaEmbeddingsV3Model", "jina-bert-v3"),
+    "jina.JinaV3ForMaskedLM": Entry("jina_embeddings_v3", "JinaEmbeddingsV3ForMaskedLM"),
+    "jina.JinaV3ForTokenClassification": Entry(
+        "jina_embeddings_v3", "JinaEmbeddingsV3ForTokenClassification"
+    ),
+    "jina.JinaV3ForQuestionAnswering": Entry(
+        "jina_embeddings_v3", "JinaEmbeddingsV3ForQuestionAnswering"
     ),
     "jina.JinaV3ForSequenceClassification": Entry(
-        "jina_embeddings_v3",
-        "JinaEmbeddingsV3ForSequenceClassification",
+        "jina_embeddings_v3", "JinaEmbeddingsV3ForSequenceClassification"
     ),
-    "nomic.NomicBertModel": Entry(
-        "nomic_bert",
-        "NomicBertModel NomicBertForPreTraining NomicBertForMaskedLM "
-        "NomicBertForTokenClassification",
-        "nomic-bert",
+    "nomic.NomicBertModel": Entry("nomic_bert", "NomicBertModel", "nomic-bert"),
+    "nomic.NomicBertForMaskedLM": Entry(
+        "nomic_bert", "NomicBertForMaskedLM NomicBertForPreTraining"
     ),
+    "nomic.NomicBertForTokenClassification": Entry("nomic_bert", "NomicBertForTokenClassification"),
     "nomic.NomicBertForSequenceClassification": Entry(
-        "nomic_bert",
-        "NomicBertForSequenceClassification",
+        "nomic_bert", "NomicBertForSequenceClassification"
     ),
-    "gte.GteModel": Entry(
-        "gte",
-        "GteModel GteForMaskedLM GteForTokenClassification NewModel NewForMaskedLM "
-        "NewForTokenClassification",
+    "gte.GteModel": Entry("gte", "GteModel NewModel"),
+    "gte.GteForMaskedLM": Entry("gte", "GteForMaskedLM NewForMaskedLM"),
+    "gte.GteForTokenClassification": Entry(
+        "gte", "GteForTokenClassification NewForTokenClassification"
     ),
     "gte.GteForSequenceClassification": Entry(
-        "gte",
-        "GteForSequenceClassification NewForSequenceClassification",
+        "gte", "GteForSequenceClassification NewForSequenceClassification"
     ),
     "lfm2.LFM2": Entry("lfm2", "Lfm2ForCausalLM Lfm2Model", "lfm2"),
     "granitemoehybrid.GraniteHybrid": Entry(
@@ -213,44 +213,47 @@ ENTRIES: dict[str, Entry] = {
     "phimoe.PhiMoE": Entry("phimoe", "PhimoeForCausalLM PhiMoEForCausalLM PhimoeModel"),
     "helium.Helium": Entry("helium", "HeliumForCausalLM HeliumModel"),
     "modernbert.ModernBertModel": Entry(
-        "modernbert",
-        "ModernBertModel ModernBertForMaskedLM ModernBertForTokenClassification "
-        "ModernBertForQuestionAnswering ModernBertForMultipleChoice",
-        "modern-bert",
+        "modernbert", "ModernBertModel ModernBertForMultipleChoice", "modern-bert"
+    ),
+    "modernbert.ModernBertForMaskedLM": Entry("modernbert", "ModernBertForMaskedLM"),
+    "modernbert.ModernBertForTokenClassification": Entry(
+        "modernbert", "ModernBertForTokenClassification"
+    ),
+    "modernbert.ModernBertForQuestionAnswering": Entry(
+        "modernbert", "ModernBertForQuestionAnswering"
     ),
     "modernbert.ModernBertForSequenceClassification": Entry(
-        "modernbert",
-        "ModernBertForSequenceClassification",
+        "modernbert", "ModernBertForSequenceClassification"
     ),
-    "bert.CamembertModel": Entry(
-        "camembert",
-        "CamembertModel CamembertForMaskedLM CamembertForTokenClassification "
-        "CamembertForMultipleChoice CamembertForQuestionAnswering",
-    ),
+    "bert.CamembertModel": Entry("camembert", "CamembertModel CamembertForMultipleChoice"),
+    "bert.CamembertForMaskedLM": Entry("camembert", "CamembertForMaskedLM"),
+    "bert.CamembertForTokenClassification": Entry("camembert", "CamembertForTokenClassification"),
+    "bert.CamembertForQuestionAnswering": Entry("camembert", "CamembertForQuestionAnswering"),
     "bert.CamembertForSequenceClassification": Entry(
-        "camembert",
-        "CamembertForSequenceClassification",
+        "camembert", "CamembertForSequenceClassification"
     ),
-    "bert.ElectraModel": Entry(
-        "electra",
-        "ElectraModel ElectraForPreTraining ElectraForMaskedLM ElectraForTokenClassification "
-        "ElectraForQuestionAnswering",
-    ),
+    "bert.ElectraModel": Entry("electra", "ElectraModel ElectraForMultipleChoice"),
+    "bert.ElectraForMaskedLM": Entry("electra", "ElectraForMaskedLM"),
+    "bert.ElectraForPreTraining": Entry("electra", "ElectraForPreTraining"),
+    "bert.ElectraForTokenClassification": Entry("electra", "ElectraForTokenClassification"),
+    "bert.ElectraForQuestionAnswering": Entry("electra", "ElectraForQuestionAnswering"),
     "bert.ElectraForSequenceClassification": Entry("electra", "ElectraForSequenceClassification"),
-    "albert.AlbertModel": Entry(
-        "albert",
-        "AlbertModel AlbertForPreTraining AlbertForMaskedLM AlbertForTokenClassification "
-        "AlbertForQuestionAnswering AlbertForMultipleChoice",
-    ),
+    "albert.AlbertModel": Entry("albert", "AlbertModel AlbertForMultipleChoice"),
+    "albert.AlbertForMaskedLM": Entry("albert", "AlbertForMaskedLM AlbertForPreTraining"),
+    "albert.AlbertForTokenClassification": Entry("albert", "AlbertForTokenClassification"),
+    "albert.AlbertForQuestionAnswering": Entry("albert", "AlbertForQuestionAnswering"),
     "albert.AlbertForSequenceClassification": Entry("albert", "AlbertForSequenceClassification"),
-    "deberta_v2.DebertaV2Model": Entry(
-        "deberta-v2",
-        "DebertaV2Model DebertaV2ForMaskedLM DebertaV2ForTokenClassification "
-        "DebertaV2ForQuestionAnswering DebertaV2ForMultipleChoice",
+    "deberta_v2.DebertaV2Model": Entry("deberta-v2", "DebertaV2Model DebertaV2ForMultipleChoice"),
+    "deberta_v2.DebertaV3ForMaskedLM": Entry("deberta-v2", "DebertaV2ForMaskedLM"),
+    "deberta_v2.DebertaV2ForMaskedLM": Entry("deberta-v2", "DebertaV2ForMaskedLM"),
+    "deberta_v2.DebertaV2ForTokenClassification": Entry(
+        "deberta-v2", "DebertaV2ForTokenClassification"
+    ),
+    "deberta_v2.DebertaV2ForQuestionAnswering": Entry(
+        "deberta-v2", "DebertaV2ForQuestionAnswering"
     ),
     "deberta_v2.DebertaV2ForSequenceClassification": Entry(
-        "deberta-v2",
-        "DebertaV2ForSequenceClassification",
+        "deberta-v2", "DebertaV2ForSequenceClassification"
     ),
 }
 """File and class of each model (or its ``Family``, if it shares its class) → its names.
@@ -405,7 +408,9 @@ def classes() -> dict[str, str]:
         file, _, name = key.partition(".")
         if "_" not in name:  # not a Family
             found.setdefault(file, []).append(name)
-            if not name.endswith("ForSequenceClassification"):  # it has the model's configuration
+            if not re.search(
+                r"For[A-Z]\w+$", name
+            ):  # with a head: it has the model's configuration
                 found[file].append(f"{name.removesuffix('Model')}Config")
     return {file: " ".join(names) for file, names in found.items()}
 

@@ -1,7 +1,8 @@
 """What a checkpoint holds besides the model that was loaded from it: references, with which it is saved again.
 
-These are heads that maxjax does not have (masked words, labels of tokens, answers), the vision and audio parts of
-multimodal models, and layers of multi-token prediction. Their tensors are not read when a model is loaded.
+These are heads that maxjax does not have (next sentences, multiple choice), the vision and audio parts of
+multimodal models, and layers of multi-token prediction. Their tensors are not read when a model is loaded. Of an
+encoder, the names that the file has for its weights are kept as well: with a prefix or without, new or old.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 from ..errors import CheckpointChangedError, CheckpointError
 from ..graph.weights import FileWeights, GGUFWeights, WeightData, load_weights
-from .family import Family
+from .family import PretrainedModel
 from .multimodal import is_multimodal
-from .names import Names, unwrapped
+from .names import Copy, Names, unwrapped
 from .ties import says_tied, with_tie
 
 _ADVICE = "Load the model again; or set model.unloaded = None, and the model is saved without these tensors."
@@ -28,7 +29,7 @@ class Unloaded:
 
     Attributes:
         path: path of the checkpoint.
-        names: names of these tensors.
+        names: names of these tensors; none if only names of weights are kept.
         config: text of the file's ``config.json``.
         spelled: names in the file of the model's tensors, where they differ.
         files: path, size, modification time and inode of each file, as of the loading.
@@ -46,29 +47,49 @@ class Unloaded:
         return f"Unloaded({len(self.names)} tensors of {self.path!r})"
 
     @classmethod
-    def of(cls, weights: FileWeights, config: Mapping[str, Any], family: Family) -> Unloaded | None:
-        """The references for a model of a family; None if it holds all that the checkpoint has.
+    def of(
+        cls, weights: FileWeights, config: Mapping[str, Any], model: PretrainedModel
+    ) -> Unloaded | None:
+        """The references for a model; None if it holds all that the checkpoint has, by the names of files of today.
 
         Args:
             weights: the open checkpoint; nothing is read.
             config: content of its ``config.json``.
+            model: the model, whose weights need not be loaded.
         """
         if weights.name or isinstance(weights, GGUFWeights):
             return None
         table = weights._family.open_table()
         if table.format == "orbax":
             return None
+        family = model.family
         named = unwrapped({name: name for name in table.entries})
         names = tuple(sorted(named[name] for name in family.names.unloaded(named)))
-        if not names and not is_multimodal(config):
+        if not names and not is_multimodal(config) and family.names.body is None:
             return None
-        spelled = {family.names.model_name(name): raw for name, raw in named.items()}
+        form = family.names.as_in(dict(weights._named_data()))
+        weights_of_model = model.raw_state_dict()
+        head, original = family.tied
+        if head in named and head not in weights_of_model and original in weights_of_model:
+            form = Names(*form.rows, Copy(head, original))
+        spelled: dict[str, str] = {}
+        for name, raw in named.items():
+            own = family.names.model_name(name)
+            # A file may have a weight under two names: then it is written under the model's, too.
+            if own is not None and (own == name or own not in named):
+                if raw != form.file_names(own)[0]:
+                    spelled[own] = raw
+        if not names and not is_multimodal(config) and form == family.names and not spelled:
+            return None
         return cls(
-            weights._path, names, json.dumps(config),
-            tuple(sorted((own, raw) for own, raw in spelled.items() if own not in (None, raw))),
-            tuple(_identity(file.path, file.stat) for file in table.files),
-            family.names.as_in(dict(weights._named_data())),
+            weights._path, names, json.dumps(config), tuple(sorted(spelled.items())),
+            tuple(_identity(file.path, file.stat) for file in table.files), form,
         )  # fmt: skip
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether the checkpoint is more than the model: its ``config.json`` is then that of the whole."""
+        return bool(self.names) or is_multimodal(json.loads(self.config))
 
     def open(self) -> FileWeights:
         """Opens the checkpoint again.

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointFormatError, UnsupportedModelError, UserInputError, some
-from .config import ModelConfig, label_names
+from .config import ModelConfig, default_labels, label_names
 from .family import PretrainedModel
 from .parts.config import LanguageModelConfig
 from .parts.score import ENDING
@@ -47,16 +47,11 @@ def config_of(
             f"family ({family.model_type!r}), got a {type(config).__name__}; give the class a family of its own "
             "(docs/families.md), or pass the content as config="
         )
-    whole, score = family.architectures[0], getattr(model, "score", None)
+    name, score, labels = family.architectures[0], getattr(model, "score", None), None
     if isinstance(config, LanguageModelConfig):
-        labels = None if score is None else int(score.weight.logical_shape[0])
-        name = family.architectures[-1] if model.lm_head is None else whole  # type: ignore[attr-defined]
-    else:
-        labels = (
-            None if getattr(model, "classifier", None) is None else getattr(config, "num_labels", 2)
-        )
-        name = whole.removesuffix(ENDING).removesuffix("Model") + "Model"
-    if labels is not None:
+        name = family.architectures[-1] if model.lm_head is None else name  # type: ignore[attr-defined]
+    if score is not None:
+        labels = int(score.weight.logical_shape[0])
         name = name.removesuffix("Model") + ENDING
     tokens = {**dict.fromkeys(config.special), **tokens}
     return {"architectures": [name], "dtype": None, **tokens, **written(config, labels)}
@@ -78,7 +73,7 @@ def written(config: Any, labels: int | None = None) -> dict[str, Any]:
         >>> found["num_key_value_heads"], found["rope_theta"]
         (2, 10000.0)
     """
-    found = config.to_hf() | ({} if labels is None else label_names(labels))
+    found = config.to_hf() | ({} if labels is None else label_names(default_labels(labels)))
     _check(config, found)
     return found
 

@@ -229,7 +229,7 @@ def test_a_family_of_a_class_has_its_names_and_another_like_it_has_its_files():
 @pytest.mark.parametrize(
     "config",
     [
-        {"architectures": ["BertForMaskedLM"]},
+        {"architectures": ["BertForMultipleChoice"]},
         {"architectures": ["BertModel"], "model_type": "bert"},
         {"model_type": "bert"},
         {"architectures": [], "model_type": "bert"},

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import maxjax
 from maxjax.errors import CheckpointChangedError, UnsupportedModelError
-from maxjax.models.bert import BertConfig, BertModel
+from maxjax.models.bert import BertConfig, BertForMaskedLM, BertModel
 from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
 from maxjax.models.gemma4 import Gemma4, Gemma4Config
 from maxjax.models.llama import Llama, LlamaConfig
@@ -37,26 +37,32 @@ def written(folder, model, config, named, more):
     return folder
 
 
-def masked_words(folder):
-    """A BertForMaskedLM."""
+def next_sentences(folder):
+    """A BertForNextSentencePrediction."""
     model = BertModel(
         BertConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2), pooler=False
     )
-    more = parts("cls.predictions.bias", "cls.predictions.transform.dense.weight")
-    return written(
-        folder, model, lambda raw: {**raw, "architectures": ["BertForMaskedLM"]}, "bert.{}".format, more
-    )  # fmt: skip
+    more = parts("cls.seq_relationship.bias", "cls.seq_relationship.weight")
+    config = lambda raw: {**raw, "architectures": ["BertForNextSentencePrediction"]}
+    return written(folder, model, config, "bert.{}".format, more)
 
 
-def of_tokens(folder):
-    """A BertForTokenClassification."""
+def choosing(folder):
+    """A BertForMultipleChoice."""
     model = BertModel(
         BertConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2), pooler=False
     )
-    config = lambda raw: {**raw, "architectures": ["BertForTokenClassification"]}
+    config = lambda raw: {**raw, "architectures": ["BertForMultipleChoice"]}
     return written(
         folder, model, config, "bert.{}".format, parts("classifier.weight", "classifier.bias")
     )
+
+
+def pretrained(folder):
+    """A BertForPreTraining, of which the head for masked words runs."""
+    model = BertForMaskedLM(BertConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2))
+    config = lambda raw: {**raw, "architectures": ["BertForPreTraining"]}
+    return written(folder, model, config, str, parts("cls.seq_relationship.bias"))
 
 
 def seeing(folder, front="language_model.model.", head="language_model.lm_head."):
@@ -131,7 +137,7 @@ def routed(folder):
 
 NEW = ("model.language_model.", "lm_head.")
 KINDS = {
-    "masked words": masked_words, "labels of tokens": of_tokens, "old names": seeing,
+    "next sentences": next_sentences, "multiple choice": choosing, "pretrained": pretrained, "old names": seeing,
     "new names": lambda folder: seeing(folder, *NEW), "predicting": predicting, "experts together": together,
     "router": routed,
 }  # fmt: skip
@@ -175,14 +181,14 @@ def test_another_dtype_is_that_of_the_model_alone(tmp_path):
 
 @pytest.mark.parametrize("change", ["replaced", "gone", "touched"])
 def test_a_checkpoint_that_has_changed_meanwhile(tmp_path, change):
-    source = masked_words(tmp_path / "a")
+    source = next_sentences(tmp_path / "a")
     model, _ = maxjax.load(source)
     if change == "gone":
         (source / WEIGHTS).unlink()
     elif change == "touched":
         os.utime(source / WEIGHTS, ns=(1, 1))
     else:
-        masked_words(source)
+        next_sentences(source)
     with pytest.raises(CheckpointChangedError, match=r"2 tensors .*model\.unloaded = None"):
         maxjax.save_pretrained(model, tmp_path / "b")
     assert not (tmp_path / "b").exists()
@@ -190,7 +196,7 @@ def test_a_checkpoint_that_has_changed_meanwhile(tmp_path, change):
     maxjax.save_pretrained(model, tmp_path / "b")
     raw = json.loads((tmp_path / "b" / "config.json").read_text())
     assert raw["architectures"] == ["BertModel"]
-    assert "cls.predictions.bias" not in load_file(tmp_path / "b" / WEIGHTS)
+    assert "cls.seq_relationship.bias" not in load_file(tmp_path / "b" / WEIGHTS)
 
 
 def test_a_text_model_alone_has_no_default_of_the_multimodal_file(tmp_path):
@@ -285,7 +291,16 @@ def same_by_transformers(made, folder):
 
 @pytest.mark.campaign
 @pytest.mark.oracle
-@pytest.mark.parametrize("head", ["MaskedLM", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "MaskedLM",
+        "TokenClassification",
+        "QuestionAnswering",
+        "SequenceClassification",
+        "MultipleChoice",
+    ],
+)
 @pytest.mark.parametrize("base", BASES)
 def test_heads_of_encoders(tmp_path, base, head):
     import transformers

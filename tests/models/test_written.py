@@ -10,7 +10,7 @@ import pytest
 import maxjax
 from maxjax.errors import UserInputError
 from maxjax.models import Llama, LlamaConfig, find_family
-from maxjax.models.bert import BertConfig, BertForSequenceClassification
+from maxjax.models.bert import BertConfig, BertForSequenceClassification, BertModel
 from maxjax.models.find import text_of
 from maxjax.models.parts import LanguageModelConfig
 from maxjax.models.parts.aliases import Alias
@@ -119,13 +119,14 @@ def test_its_steps_are_loaded_as_well(tmp_path):
 @pytest.mark.parametrize("head", [True, False])
 def test_labels_of_a_classifier(tmp_path, head):
     config = BertConfig(99, 16, 24, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
-    model = maxjax.init(BertForSequenceClassification(config, head=head), jax.random.key(0))
+    kind = BertForSequenceClassification if head else BertModel
+    model = maxjax.init(kind(config), jax.random.key(0))
     maxjax.save_pretrained(model, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["architectures"] == ["BertForSequenceClassification" if head else "BertModel"]
     assert raw["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}
     again, _ = maxjax.load(tmp_path)
-    assert (again.classifier is not None) is head
+    assert type(again) is kind and again.task == ("classify" if head else None)
     assert again.config == config
 
 

@@ -33,7 +33,6 @@ from .config import refuse as refuse
 from .config import rope_layers as rope_layers
 from .config import size as size
 from .config import with_defaults as with_defaults
-from .encoder import ClassificationHead as ClassificationHead
 from .encoder import Dtypes as Dtypes
 from .encoder import Encoder as Encoder
 from .encoder import EncoderConfig as EncoderConfig
@@ -47,7 +46,17 @@ from .encoder import positions_past_padding as positions_past_padding
 from .encoder import run_encoder as run_encoder
 from .encoder import split_fused_features_over_mesh as split_fused_features_over_mesh
 from .encoder import split_fused_heads_over_mesh as split_fused_heads_over_mesh
-from .encoder import with_head as with_head
+from .heads import AnswerFinder as AnswerFinder
+from .heads import ClassificationHead as ClassificationHead
+from .heads import FirstTokenClassifier as FirstTokenClassifier
+from .heads import MaskedWordHead as MaskedWordHead
+from .heads import PooledClassifier as PooledClassifier
+from .heads import PredictionHeads as PredictionHeads
+from .heads import TextClassifier as TextClassifier
+from .heads import TokenClassifier as TokenClassifier
+from .heads import start_and_end as start_and_end
+from .heads import vocabulary_layer as vocabulary_layer
+from .heads import with_head as with_head
 from .language_model import LanguageModel as LanguageModel
 from .latent import absorb_keys as absorb_keys
 from .latent import expand_values as expand_values

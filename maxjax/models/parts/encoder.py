@@ -5,8 +5,8 @@ Shapes: B sequences, T tokens, H heads of width D, hidden size E.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -20,8 +20,9 @@ from ...nn.activation import activation
 from ...nn.layer import LayerStack, Module
 from ...nn.linear import Linear, linear_rules
 from ...nn.norm import LayerNorm
-from ..config import label_names, labels_of
-from ..family import Family, PretrainedModel
+from ..config import default_labels, label_names, labels_in, labels_of
+from ..family import PretrainedModel
+from ..names import matcher
 from .config import ArchitectureConfig
 from .rotary import Angles, Rope
 
@@ -136,38 +137,30 @@ class Pooler(Module):
         return activation(self.act)(self.dense(x[:, 0]).astype(x.dtype))  # [B, E]
 
 
-class ClassificationHead(Module):
-    """A linear layer, an activation function and the linear layer of the scores, as in RoBERTa."""
-
-    def __init__(self, size: int, labels: int, dtypes: Dtypes, act: str = "tanh"):
-        super().__init__()
-        self.act = act
-        self.dense = Linear(size, size, dtypes.dtype, has_bias=True)
-        self.out_proj = Linear(size, labels, dtypes.dtype, has_bias=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """A pooled state ``[B, E]`` → scores ``[B, labels]``."""
-        return self.out_proj(activation(self.act)(self.dense(x).astype(x.dtype)))
-
-
 class EncoderOutput(NamedTuple):
-    """The result of an encoder.
+    """The result of an encoder. Logits are float32; None without a head that computes them.
 
     Attributes:
         last_hidden_state: hidden states ``[B, T, E]``.
         pooler_output: ``[B, E]``, the first token's state after ``pooler``; None if the model has
             no pooler.
+        logits: of the vocabulary ``[B, T, V]`` ("fill-mask"), of each token's labels ``[B, T, labels]`` ("tag"),
+            or of each text's labels ``[B, labels]`` ("classify").
+        start_logits, end_logits: of each token as the first and as the last of the answer ``[B, T]`` ("answer").
     """
 
     last_hidden_state: jax.Array
-    pooler_output: jax.Array | None
+    pooler_output: jax.Array | None = None
+    logits: jax.Array | None = None
+    start_logits: jax.Array | None = None
+    end_logits: jax.Array | None = None
 
 
 class Encoder(PretrainedModel):
-    """A text encoder: token ids → hidden states, and with a classification head → scores.
+    """A text encoder: token ids → hidden states, and with a head → logits.
 
     An architecture makes its parts in ``__init__`` and defines :meth:`hidden_states`. It may override
-    :meth:`position_ids`, :meth:`scores`, ``head_pooling`` and ``takes_types``.
+    :meth:`position_ids` and ``takes_types``; a class of it with a head defines :meth:`head_outputs` and ``task``.
 
     Args:
         config: settings of the model.
@@ -175,16 +168,11 @@ class Encoder(PretrainedModel):
 
     Attributes:
         pooler: the layer of ``pooler_output``, or None.
-        classifier: the layer of the scores, or None.
-        head_pooling: the pooling (a name in ``models.pooling.POOLINGS``) of the state that the
-            classification head takes.
         takes_types: whether the model was trained with token types for pairs of texts.
     """
 
-    head_pooling: ClassVar[str] = "cls"
     takes_types: ClassVar[bool] = True
     pooler: Any = None
-    classifier: Any = None
 
     def __init__(self, config: Any, dtypes: Dtypes):
         super().__init__()
@@ -195,18 +183,31 @@ class Encoder(PretrainedModel):
     def of_checkpoint(
         cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
     ) -> Self:
-        """:meth:`PretrainedModel.of_checkpoint`, with a pooler and a head if the checkpoint has their tensors."""
-        make: Any = cls
-        parts = {name.partition(".")[0] for name in names}
-        return make(
-            config, dtype, reduce_dtype=reduce_dtype,
-            pooler="pooler" in parts, head="classifier" in parts,
-        )  # fmt: skip
+        """:meth:`PretrainedModel.of_checkpoint`, with a pooler if the checkpoint has its tensors.
+
+        A model of a checkpoint without any of the head's tensors is one of the class without the head.
+        """
+        body, kind = cls.family.names.body, cls
+        if body is not None and body.head and not any(map(matcher(body.head).fullmatch, names)):
+            kind = next(one for one in cls.__mro__ if issubclass(one, Encoder) and one.task is None)
+        make: Any = kind
+        has_pooler = any(name.startswith("pooler.") for name in names)
+        return make(config, dtype, reduce_dtype=reduce_dtype, pooler=has_pooler)
 
     @property
     def max_length(self) -> int:
         """The maximum number of tokens in a sequence."""
         return self.config.max_length
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """The names of the labels of the model's head, by number."""
+        return self.config.id2label
+
+    @property
+    def problem_type(self) -> str | None:
+        """What the labels of a text are, as ``config.json`` says; None if it does not say."""
+        return self.config.problem_type
 
     def position_ids(self, ids: jax.Array, indices: jax.Array) -> jax.Array:
         """The positions of tokens, from their indices in their texts, ``[B or 1, T]``, counted from 0."""
@@ -224,6 +225,15 @@ class Encoder(PretrainedModel):
         """
         raise NotImplementedError
 
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """What the head computes, by the names of :class:`EncoderOutput`; nothing without a head.
+
+        Args:
+            x: hidden states ``[B, T, E]`` after the last layer.
+            mask: as for :meth:`hidden_states`.
+        """
+        return {}
+
     def __call__(
         self,
         input_ids: Any,
@@ -231,7 +241,9 @@ class Encoder(PretrainedModel):
         token_type_ids: Any = None,
         position_ids: Any = None,
     ) -> EncoderOutput:
-        """Token ids ``[B, T]`` → hidden states.
+        """Token ids ``[B, T]`` → hidden states, and logits of the head.
+
+        Inside ``jax.jit`` what is not used is not computed: states alone cost as much as without a head.
 
         Args:
             input_ids: token ids ``[B, T]``.
@@ -260,36 +272,50 @@ class Encoder(PretrainedModel):
             token_type_ids = jnp.zeros_like(ids)
         mask = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         x = self.hidden_states(ids, token_type_ids, position_ids, mask)
-        return EncoderOutput(x, None if self.pooler is None else self.pooler(x))
-
-    def scores(self, pooled: jax.Array) -> jax.Array:
-        """The classification head: pooled states ``[B, E]`` → scores ``[B, labels]``. It needs a ``classifier``."""
-        if self.pooler is not None:
-            pooled = self.pooler(pooled[:, None])
-        return self.classifier(pooled)
+        pooled = None if self.pooler is None else self.pooler(x)
+        return EncoderOutput(x, pooled, **self.head_outputs(x, mask))
 
 
-def with_head(family: Family, kind: type[Encoder], *architectures: str) -> Family:
-    """Return the family of an encoder's models with a classification head.
-
-    Args:
-        family: the family of the encoder.
-        kind: class of the model with the head.
-        architectures: names in ``config.json`` of models with this head; the class's name by default.
-    """
-    return dataclasses.replace(
-        family, architectures=architectures or (kind.__name__,), make=kind.of_checkpoint, gguf=None,
-        names=family.names.without("classifier.*", "pre_classifier.*", "head.*"),
-    )  # fmt: skip
-
-
+@dataclass(frozen=True)
 class EncoderConfig(ArchitectureConfig):
-    """Base class of the configurations of text encoders. It declares no fields."""
+    """Base class of the configurations of text encoders, with the settings that heads have in all of them.
+
+    Attributes:
+        num_labels: number of labels of a head for texts or tokens.
+        labels: their names; () for labels without names, which are LABEL_0, LABEL_1 and so on.
+        problem_type: "regression", "single_label_classification" or "multi_label_classification".
+        tie_word_embeddings: whether the last layer of a head for masked words is the embedding table.
+    """
 
     # An encoder is never causal, whatever a file says.
     unused = ("is_causal",)
-    # No call reads it: the head's weights have the number.
-    _mx_unread: ClassVar[frozenset[str]] = frozenset({"num_labels"})
+    # No call reads them: the head's weights have the number of labels, and are those of the table or not.
+    _mx_unread: ClassVar[frozenset[str]] = frozenset(
+        {"num_labels", "labels", "problem_type", "tie_word_embeddings"}
+    )
+
+    num_labels: int = field(default=2, kw_only=True, metadata={"constant": True})
+    labels: tuple[str, ...] = field(default=(), kw_only=True, metadata={"constant": True})
+    problem_type: str | None = field(default=None, kw_only=True)
+    tie_word_embeddings: bool = field(default=True, kw_only=True)
+
+    def _fill_in(self) -> None:
+        """Replace None by what follows from other fields."""
+        super()._fill_in()
+        if self.labels:
+            self._set("num_labels", len(self.labels))
+        if self.labels == default_labels(len(self.labels)):
+            self._set("labels", ())
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """The names of the labels, by number."""
+        return dict(enumerate(self.labels or default_labels(self.num_labels)))
+
+    @property
+    def label2id(self) -> dict[str, int]:
+        """The numbers of the labels, by name."""
+        return {name: number for number, name in self.id2label.items()}
 
     def _check(self) -> None:
         """Raise ValueError if fields contradict each other."""
@@ -313,7 +339,7 @@ class EncoderConfig(ArchitectureConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
-        """Read the settings of a file, with the number of labels of a classification head.
+        """Read the settings of a file, with the labels of its head.
 
         Raises:
             UnsupportedModelError: the model is a decoder; or as the architecture says.
@@ -321,8 +347,13 @@ class EncoderConfig(ArchitectureConfig):
         if raw.get("is_decoder"):
             what = cls.__name__.removesuffix("Config")
             raise UnsupportedModelError(f"{what} as a decoder ('is_decoder') is not supported")
-        return super().from_hf(raw, **{"num_labels": labels_of(raw), **values})
+        return super().from_hf(
+            raw, **{"num_labels": labels_of(raw), "labels": labels_in(raw), **values}
+        )
 
     def to_hf(self) -> dict[str, Any]:
-        """Write the settings, with names of labels."""
-        return {**super().to_hf(), **label_names(self.num_labels)}  # type: ignore[attr-defined]
+        """Write the settings, with names of labels; that the head's table is the embedding table is the default."""
+        found = super().to_hf()
+        if self.tie_word_embeddings:
+            del found["tie_word_embeddings"]
+        return {**found, **label_names([*self.id2label.values()])}

@@ -38,6 +38,11 @@ class Scored:
     lm_head: Any
     score: Any = None
 
+    @property
+    def task(self) -> str | None:  # type: ignore[override]
+        """What the head is for: "classify" for a model with a classification head, else None."""
+        return None if self.score is None else "classify"
+
     def make_score(self, labels: int, dtype: DType) -> None:
         """Makes the classification head and removes ``lm_head``, which computes logits.
 

@@ -18,6 +18,7 @@ from ....graph.weights import WeightData
 from ....graph.weights.same import same_values
 from ....storage.boxes import whole
 from ...find import find_family
+from ...names import Names
 from ..config.families import FamilyConfig, read_config
 from ..layouts import Grouped, Layout, Permuted, Plus, Same, Transposed
 from ..names import (
@@ -109,7 +110,7 @@ def gguf_tensors(
     """
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
-    names = find_family(config, path=path).names
+    names = _names_of(config, path)
     spelled = {names.written_name(name): name for name in tensors}
     left_out = [name for name in tensors if names.model_name(name) is None]
     tensors = names.canonical(tensors)
@@ -153,6 +154,12 @@ def gguf_tensors(
     return GGUFTensors(found, metadata, tuple(left_out))
 
 
+def _names_of(config: Mapping[str, Any], path: Any) -> Names:
+    """The table of names by which GGUF files are made: without heads that these do not have, and without prefixes."""
+    family = find_family(config, path=path)
+    return (family.body or family).names.of_body()
+
+
 def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, FilePlace]:
     """The places in a GGUF file of those tensors of a checkpoint that have one.
 
@@ -165,7 +172,7 @@ def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Fi
     """
     model = read_config(config)
     known = _known(model.architecture)
-    table = find_family(config).names
+    table = _names_of(config, None)
     places = {}
     for name in names:
         written = table.written_name(name)
