@@ -164,6 +164,8 @@ from .modernbert import ModernBertForQuestionAnswering as ModernBertForQuestionA
 from .modernbert import ModernBertForSequenceClassification as ModernBertForSequenceClassification
 from .modernbert import ModernBertForTokenClassification as ModernBertForTokenClassification
 from .modernbert import ModernBertModel as ModernBertModel
+from .modernbert_decoder import ModernBertDecoder as ModernBertDecoder
+from .modernbert_decoder import ModernBertDecoderConfig as ModernBertDecoderConfig
 from .mpnet import MPNetConfig as MPNetConfig
 from .mpnet import MPNetForMaskedLM as MPNetForMaskedLM
 from .mpnet import MPNetForQuestionAnswering as MPNetForQuestionAnswering

@@ -132,17 +132,7 @@ class ModernBertConfig(EncoderConfig):
             )
         kinds = layer_kinds(raw, all_but_every_nth(layer_count(raw), period))
         context = cls.read_field(raw, "max_position_embeddings")
-        given, scaling = object_of(raw, "rope_parameters"), object_of(raw, "rope_scaling")
-        if not all(isinstance(given.get(kind) or {}, Mapping) for kind in _THETAS):
-            raise ValueError("'rope_parameters' must have one object for each kind of layer")
-        ropes: dict[str, Rope] = {}
-        for kind, (key, default) in _THETAS.items():
-            theta = raw.get(key)
-            if theta is None and kind == SLIDING and key in raw:
-                theta = ropes[FULL].theta  # null: that of the layers without windows
-            part = {"rope_theta": default if theta is None else theta}
-            part |= {**scaling, **(given.get(kind) or {})}
-            ropes[kind] = rope_of(part, "rope_parameters", context, raw)
+        ropes = ropes_of_layers(raw, context)
         values = {"rope_parameters": ropes[FULL], "local_rope_parameters": ropes[SLIDING], **values}
         return super().from_hf(ReadTracker.of(raw).replaced({"layer_types": kinds}), **values)
 
@@ -158,6 +148,31 @@ class ModernBertConfig(EncoderConfig):
     def layer_kinds(self) -> tuple[bool, ...]:
         """A kind for each layer; layers of one kind have the same tensors. The first layer has one norm less."""
         return tuple(i == 0 for i in range(self.num_hidden_layers))
+
+
+def ropes_of_layers(raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
+    """Return the RoPE of each kind of layer; files have one object for each, or one base for each.
+
+    Args:
+        raw: content of a file.
+        context: ``max_position_embeddings``.
+
+    Raises:
+        UnsupportedModelError, ValueError: as for :func:`~maxjax.models.parts.rotary.read_rope`; or
+            ``rope_parameters`` has no object for each kind.
+    """
+    given, scaling = object_of(raw, "rope_parameters"), object_of(raw, "rope_scaling")
+    if not all(isinstance(given.get(kind) or {}, Mapping) for kind in _THETAS):
+        raise ValueError("'rope_parameters' must have one object for each kind of layer")
+    ropes: dict[str, Rope] = {}
+    for kind, (key, default) in _THETAS.items():
+        theta = raw.get(key)
+        if theta is None and kind == SLIDING and key in raw:
+            theta = ropes[FULL].theta  # null: that of the layers without windows
+        part = {"rope_theta": default if theta is None else theta}
+        part |= {**scaling, **(given.get(kind) or {})}
+        ropes[kind] = rope_of(part, "rope_parameters", context, raw)
+    return ropes
 
 
 def all_but_every_nth(layers: int, n: int) -> tuple[str, ...]:

@@ -225,6 +225,9 @@ ENTRIES: dict[str, Entry] = {
     "modernbert.ModernBertForSequenceClassification": Entry(
         "modernbert", "ModernBertForSequenceClassification"
     ),
+    "modernbert_decoder.ModernBertDecoder": Entry(
+        "modernbert-decoder", "ModernBertDecoderForCausalLM"
+    ),
     "bert.CamembertModel": Entry("camembert", "CamembertModel CamembertForMultipleChoice"),
     "bert.CamembertForMaskedLM": Entry("camembert", "CamembertForMaskedLM"),
     "bert.CamembertForTokenClassification": Entry("camembert", "CamembertForTokenClassification"),

@@ -182,6 +182,16 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return self.norm(x), cache", "return x, cache"),
         ],
     },
+    "modernbert_decoder": {
+        "modernbert-decoder": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "activation(self.act)(up) * gate"),
+            ("rope(q, angles[self.kind]), rope", "rope(q[..., ::-1], angles[self.kind]), rope"),
+            ("x if self.attn_norm is None else self.attn_norm(x)", "x"),
+            ("super().logits(self.transform(x))", "super().logits(x)"),
+            ("CAUSAL if window is None else sliding(window)", "CAUSAL"),
+        ],
+    },
     "cohere2_moe": {
         "cohere2_moe": [
             ("attend(q, k, v, cache, self.mask)", "attend(q, k, v, cache, self.mask, scale=0.3)"),

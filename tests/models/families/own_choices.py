@@ -366,6 +366,22 @@ def of_helium(pick: Pick, found: Settings) -> Settings:
     return {"hidden_size": found["num_attention_heads"] * found["head_dim"]}
 
 
+def of_modernbert_decoder(pick: Pick, found: Settings) -> Settings:
+    far = {"rope_type": "linear", "rope_theta": 1.6e5, "factor": 2.0}
+    near = {"rope_type": "default", "rope_theta": pick(1e4, 100.0)}
+    ropes = pick({}, {"rope_parameters": {FULL: far, NEAR: near}},
+                 {"global_rope_theta": 1e3, "local_rope_theta": pick(1e4, 50.0)})  # fmt: skip
+    every = LEFT_OUT if "layer_types" in found else pick(LEFT_OUT, 2)
+    window = pick(
+        {"local_attention": pick(8, 15, 40), "sliding_window": LEFT_OUT},
+        {"sliding_window": pick(6, 9)},
+    )
+    return {**no_rope(), **ropes, **window, "global_attn_every_n_layers": every,
+            "hidden_activation": pick("gelu", "silu"), "classifier_activation": pick("gelu", "relu"),
+            "norm_eps": pick(1e-5, 1e-3), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+            **{f"{one}_bias": pick.maybe() for one in ("norm", "classifier", "decoder")}}  # fmt: skip
+
+
 OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     **EXPERTS,
     "llama": of_llama,
@@ -382,6 +398,7 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "glm4": of_glm,
     "cohere": nothing,
     "cohere2": of_cohere2,
+    "modernbert-decoder": of_modernbert_decoder,
     "seed_oss": nothing,
     "exaone4": of_exaone4,
     "starcoder2": of_starcoder2,

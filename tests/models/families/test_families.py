@@ -289,6 +289,7 @@ def test_what_a_file_does_not_name(case):
     settings = case.settings if case.is_whole else {**decoders.SMALL, **case.settings}
     named = {
         "rope_theta", "rope_parameters", "rope_scaling", "sliding_window", "attention_chunk_size",
+        "local_attention", "global_rope_theta", "local_rope_theta",
     }  # fmt: skip
     raw = {name: value for name, value in settings.items() if name not in named}
     raw |= {"model_type": case.family, "architectures": [case.kind]}
