@@ -28,10 +28,13 @@ if _TYPE_CHECKING:
     from .checkpoint.conversion.run import convert as convert
     from .checkpoint.pretrained import save_pretrained as save_pretrained
     from .dtype import DType as DType
+    from .engine.answer import answer as answer
+    from .engine.classify import classify as classify
     from .engine.drawings import draw_sharding as draw_sharding
     from .engine.embed import embed as embed
     from .engine.export.program import load_exported as load_exported
     from .engine.export.write import export as export
+    from .engine.fill_mask import fill_mask as fill_mask
     from .engine.generate.completion import Completion as Completion
     from .engine.generate.conversation import Conversation as Conversation
     from .engine.generate.nans import first_nan as first_nan
@@ -47,6 +50,7 @@ if _TYPE_CHECKING:
     from .engine.quantize.model import quantize as quantize
     from .engine.rerank import rerank as rerank
     from .engine.sampling.settings import Sampling as Sampling
+    from .engine.tag import tag as tag
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
     from .graph import Weight as Weight
@@ -88,10 +92,13 @@ __getattr__, __dir__, _names = _attributes(
         "checkpoint.conversion.run": "convert",
         "checkpoint.pretrained": "save_pretrained",
         "dtype": "DType",
+        "engine.answer": "answer",
+        "engine.classify": "classify",
         "engine.drawings": "draw_sharding",
         "engine.embed": "embed",
         "engine.export.program": "load_exported",
         "engine.export.write": "export",
+        "engine.fill_mask": "fill_mask",
         "engine.generate.completion": "Completion",
         "engine.generate.conversation": "Conversation",
         "engine.generate.nans": "first_nan",
@@ -105,6 +112,7 @@ __getattr__, __dir__, _names = _attributes(
         "engine.quantize.model": "quantize",
         "engine.rerank": "rerank",
         "engine.sampling.settings": "Sampling",
+        "engine.tag": "tag",
         "errors": "CheckpointError",
         "graph": "DeviceRef Weight",
         "graph.placement.mesh": "make_mesh",

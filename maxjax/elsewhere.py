@@ -42,6 +42,14 @@ _EMBED = _named(
     pooling="pooling_mode pooling_strategy",
     prompt="instruction",
 )
+_FILL_MASK = _named(top="top_k")
+_TAG = _named(aggregation="aggregation_strategy")
+_CLASSIFY = _named(
+    top="top_k return_all_scores",
+    activation="function_to_apply",
+    truncate="truncation",
+)
+_ANSWER = _named(max_length="max_seq_len", stride="doc_stride")
 _LORA = _named(
     patterns="target_modules target_parameters layers_pattern layers_to_transform",
     rank="r lora_rank lora_r",
@@ -108,7 +116,8 @@ _SETTINGS = [
 ]
 _CONFIG = {name: names[0] for names in _SETTINGS for name in names[1:]}
 _HOMES = (
-    ("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED), ("maxjax.lora.add", _LORA),
+    ("maxjax.generate", _GENERATE), ("maxjax.load", _LOAD), ("maxjax.embed", _EMBED), ("maxjax.fill_mask", _FILL_MASK),
+    ("maxjax.tag", _TAG), ("maxjax.classify", _CLASSIFY), ("maxjax.answer", _ANSWER), ("maxjax.lora.add", _LORA),
     ("maxjax.nn.Linear", _LAYERS), ("maxjax.models.LlamaConfig", _CONFIG),
 )  # fmt: skip
 # Methods of PyTorch's modules and of transformers' models → what to write instead, after "use" or as a sentence.
@@ -147,6 +156,8 @@ TOKENIZER_METHODS = {
     "eos_token_id": "tokenizer.eos_ids, which may be several",
     "bos_token_id": "tokenizer.bos_id",
     "pad_token_id": "tokenizer.pad_id",
+    "mask_token_id": 'tokenizer.special_id("mask_token")',
+    "convert_ids_to_tokens": "tokenizer.pieces(ids)",
     "model_max_length": "tokenizer.max_length",
     "save_pretrained": 'maxjax.save_pretrained(model, "directory", tokenizer=tokenizer)',
 }

@@ -39,6 +39,10 @@ COMMANDS = {
     "plan": ("plan.plan", "show the memory that a model needs on each device of a mesh"),
     "embed": ("embed.embed", "compute embeddings of texts, as JSON lines or a .npy file"),
     "rerank": ("rerank.rerank", "sort documents by how well they answer a query"),
+    "fill-mask": ("heads.fill_mask", "find the most probable tokens for the masks in texts"),
+    "tag": ("heads.tag", "find labelled spans in texts, such as names"),
+    "classify": ("heads.classify", "compute the probabilities of the labels of texts"),
+    "answer": ("heads.answer", "find the answer to a question in texts"),
     "kernels": ("kernels.kernels", "compile the CPU kernels now, instead of at first use"),
     "env": ("environment.env", "show versions, devices and caches"),
 }  # fmt: skip

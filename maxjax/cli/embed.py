@@ -26,15 +26,40 @@ def model_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def batch_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+def text_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declares the texts of a command, which are lines of stdin by default; the help says ``what`` they are."""
+    parser.add_argument(
+        "texts", nargs="*", metavar="TEXT", help=f"{what} (default: each line of stdin)"
+    )
+
+
+def given_texts(options: argparse.Namespace, texts: list[str]) -> list[str]:
+    """The texts of a command: those of its arguments, or the lines of stdin.
+
+    Raises:
+        UserInputError: there is none, or one is not valid UTF-8.
+    """
+    if not texts and (sys.stdin is None or sys.stdin.isatty()):
+        options.error("no TEXT given, and none on stdin")
+    texts = texts or stdin_lines()
+    for number, text in enumerate(texts, 1):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserInputError(f"text {number} is not valid UTF-8")
+    if not texts:
+        raise UserInputError("there is no text: stdin is empty")
+    return texts
+
+
+def batch_arguments(parser: argparse.ArgumentParser, what: str, truncates: bool = True) -> None:
     """Declares the options of batches and dtype; the help calls the texts ``what``."""
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N",
                         help=f"{what} computed at a time (default %(default)s)")  # fmt: skip
-    parser.add_argument(
-        "--truncate",
-        action="store_true",
-        help="truncate texts that are longer than the model's limit (default: an error)",
-    )
+    if truncates:
+        parser.add_argument(
+            "--truncate",
+            action="store_true",
+            help="truncate texts that are longer than the model's limit (default: an error)",
+        )
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -46,9 +71,7 @@ def batch_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 
 def embed_arguments(parser: argparse.ArgumentParser) -> None:
     model_argument(parser)
-    parser.add_argument(
-        "texts", nargs="*", metavar="TEXT", help="a text to embed (default: each line of stdin)"
-    )
+    text_arguments(parser, "a text to embed")
     parser.add_argument(
         "--output",
         type=output_file,
@@ -88,14 +111,7 @@ def output_file(found: str) -> Path:
 
 def embed(options: argparse.Namespace) -> Iterable[str]:
     """Computes embeddings of texts, from arguments or stdin; writes JSON lines or a .npy file."""
-    if not options.texts and (sys.stdin is None or sys.stdin.isatty()):
-        options.error("no TEXT given, and none on stdin")
-    texts = options.texts or stdin_lines()
-    for number, text in enumerate(texts, 1):
-        if any("\ud800" <= c <= "\udfff" for c in text):
-            raise UserInputError(f"text {number} is not valid UTF-8")
-    if not texts:
-        raise UserInputError("there is no text to embed: stdin is empty")
+    texts = given_texts(options, options.texts)
     if options.output is not None and not options.output.absolute().parent.is_dir():
         raise UserInputError(f"{options.output}: its directory does not exist")
     if options.output is not None and options.output.is_dir():

@@ -112,7 +112,7 @@ class Tokenizer:
         if chat_template is not None:
             self.chat_templates["default"] = chat_template
         self.special_tokens = dict(special_tokens or {})
-        eos = self._special_id("eos_token") if eos_ids is None else None
+        eos = self.special_id("eos_token") if eos_ids is None else None
         self.eos_ids: tuple[int, ...] = tuple(eos_ids or ()) if eos is None else (eos,)
         self._beside = dict(beside or {})
         self._configure()
@@ -196,11 +196,21 @@ class Tokenizer:
     @property
     def bos_id(self) -> int | None:
         """The id of the token that begins a text; None if there is none."""
-        return self._special_id("bos_token")
+        return self.special_id("bos_token")
 
-    def _special_id(self, name: str) -> int | None:
+    def special_id(self, name: str) -> int | None:
+        """The id of the special token of a name, such as "mask_token"; None if there is none."""
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+    @cached_property
+    def subword_prefix(self) -> str:
+        """What tokens begin with that continue a word, such as "##"; "" if the vocabulary does not tell them."""
+        return getattr(self._backend.model, "continuing_subword_prefix", None) or ""
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The tokens of these ids as the vocabulary spells them, such as "##ing"; "" for ids without a token."""
+        return [self._backend.id_to_token(token_id(i)) or "" for i in ids]
 
     def tokens(
         self,
@@ -265,7 +275,7 @@ class Tokenizer:
         is_pair = bool(listed) and not isinstance(listed[0], str)
         checked: list[Any] = _checked_pairs(listed) if is_pair else checked_texts(listed)
         room = max_length - self._backend.num_special_tokens_to_add(is_pair)
-        if not 0 <= stride < room:
+        if type(stride) is not int or not 0 <= stride < room:
             raise UserInputError(f"stride must be from 0 to {room - 1}, not {stride}")
         if is_pair:
             for i, first in enumerate(self.tokens([a for a, _ in checked], special=False)):

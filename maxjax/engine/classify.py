@@ -1,0 +1,108 @@
+"""``classify``: the labels of a text or of a text pair, with their probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..elsewhere import unknown_argument
+from ..errors import UserInputError, releasing
+from ..lockstep import Lockstep
+from ..models import LanguageModel
+from ..models.pooling import Pooling
+from ..models.weights import shardings_of
+from ..text.tokenizer.tokenizer import Tokenizer
+from .embed import pooled_rows
+from .heads import check_head, check_lengths, softmax
+from .rerank import ACTIVATIONS
+from .rows import text_limit
+from .sampling.settings import positive
+
+_FUNCTIONS = {**ACTIVATIONS, "softmax": softmax}
+# The function for each "problem_type" of a config.json.
+_OF_PROBLEMS = {
+    "regression": "linear",
+    "multi_label_classification": "sigmoid",
+    "single_label_classification": "softmax",
+}
+
+
+class LabelScore(NamedTuple):
+    """A label and its probability."""
+
+    label: str
+    score: float
+
+
+def classify(
+    model: Any,
+    tokenizer: Tokenizer | None,
+    texts: str | tuple[str, str] | Iterable[Any],
+    *,
+    top: int | None = None,
+    batch_size: int = 32,
+    truncate: bool = False,
+    activation: str | None = None,
+    **unknown: Any,
+) -> Any:
+    """Computes the probability of each label of a text, as transformers' pipeline "text-classification".
+
+    As in ``embed``, short texts are packed into rows, and all processes that share the model's mesh must make
+    the call.
+
+    Args:
+        model: an encoder or decoder with a classification head (``…ForSequenceClassification``), as returned by
+            ``maxjax.load``.
+        tokenizer: the model's tokenizer.
+        texts: a text, a pair of texts as a tuple, or a list of texts or of pairs.
+        top: the number of labels to return; None for all.
+        batch_size: the maximum number of rows in one batch.
+        truncate: whether to truncate texts longer than the model's limit; otherwise they are an error.
+        activation: the function from the head's output to scores: "softmax", "sigmoid" or "linear". None follows
+            "problem_type" in the model's files ("linear" for a regression, "sigmoid" for several labels of a
+            text), and without it is "sigmoid" for a single label, else "softmax".
+
+    Returns:
+        A list of :class:`LabelScore`, the most probable first; for a list of texts, a list of these.
+
+    Raises:
+        TypeError: a text is not a str; or an argument is unknown, and the message suggests the right name if it can.
+        UserInputError: the model has no such head or no weights; there is no tokenizer; a text is too long.
+        ProgramMismatchError: the model or a text is not the same in all processes.
+        PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
+    """
+    for name in unknown:
+        raise unknown_argument(classify, name)
+    if activation not in (None, *_FUNCTIONS):
+        known = ", ".join(map(repr, _FUNCTIONS))
+        raise UserInputError(f"activation must be one of {known}, not {activation!r}")
+    batch_size = positive("batch_size", batch_size)
+    top = None if top is None else positive("top", top)
+    with Lockstep("classify", shardings_of(model)) as together, releasing():
+        check_head(model, tokenizer, "classify")
+        assert tokenizer is not None
+        is_single = isinstance(texts, (str, tuple))
+        listed: list[Any] = [texts] if is_single else list(texts)
+        limit = text_limit(model, tokenizer, Pooling())
+        is_pair = bool(listed) and not isinstance(listed[0], str)
+        encode = tokenizer.pairs if is_pair else tokenizer.tokens
+        rows = encode(listed, max_length=limit if truncate else None)
+        check_lengths(rows, limit, "shorten it, or pass truncate=True")
+        pooling = "lasttoken" if isinstance(model, LanguageModel) else model.head_pooling
+        logits = pooled_rows(
+            model, tokenizer, rows, together, ("classifying {:,} texts", " texts"),
+            batch_size=batch_size, limit=limit, pooling=Pooling((pooling,)), head=True,
+        )  # fmt: skip
+        together.finish()
+    names = model.id2label
+    if activation is None:
+        usual = "sigmoid" if len(names) == 1 else "softmax"
+        activation = _OF_PROBLEMS.get(model.problem_type or "", usual)
+    assert activation is not None
+    found = []
+    for scores in _FUNCTIONS[activation](logits):
+        best = np.argsort(-scores, kind="stable")[:top]
+        found.append([LabelScore(names[int(i)], float(scores[i])) for i in best])
+    return found[0] if is_single else found
