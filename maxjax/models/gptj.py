@@ -29,6 +29,7 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.norm import LayerNorm
 from .family import Family
+from .gguf.table import GGUFTable
 from .names import Drop, Headless, Names
 from .parts import (
     Angles,
@@ -195,6 +196,25 @@ class GPTJ(LanguageModel):
             self.stack()
 
 
+# llama.cpp names the architecture and its tensors, and does not run it yet.
+GPTJ_GGUF = GGUFTable(
+    "gptj",
+    {
+        "token_embd": "transformer.wte", "output_norm": "transformer.ln_f", ".attn_norm": "ln_1",
+        ".attn_q": "attn.q_proj", ".attn_k": "attn.k_proj", ".attn_v": "attn.v_proj",
+        ".attn_output": "attn.out_proj", ".ffn_norm": None, ".ffn_gate": None, ".ffn_up": "mlp.fc_in",
+        ".ffn_down": "mlp.fc_out",
+    },
+    layer="transformer.h.*.",
+    constants={"activation_function": "gelu_new"},
+    keys={"rope.dimension_count": "rotary_dim"},
+    read=lambda given, tensors, config: {"n_inner": config["intermediate_size"]},
+    epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+    biases=("attn_norm", "ffn_up", "ffn_down", "output_norm", "output"),
+    is_partial=True,
+    is_square=True,
+)  # fmt: skip
+
 # Attention masks and RoPE tables, which old files hold.
 NOT_NEEDED = Drop("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.embed_positions")
 GPTJ_FAMILY = GPTJ.family = Family.of(
@@ -202,6 +222,7 @@ GPTJ_FAMILY = GPTJ.family = Family.of(
     GPTJConfig,
     names=Names(NOT_NEEDED, Headless("transformer.", ("wte.", "h.", "ln_f."))),
     tied=("lm_head.weight", "transformer.wte.weight"),
+    gguf=GPTJ_GGUF,
 )
 
 

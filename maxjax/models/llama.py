@@ -20,7 +20,7 @@ V tokens in the vocabulary. A decode step, with one token per sequence, has no a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
@@ -348,13 +348,14 @@ class Qwen2(Llama):
     """
 
 
-QWEN2_GGUF = GGUFTable(
+_QWEN2_GGUF = GGUFTable(
     "qwen2",
     constants={"hidden_act": "silu", "use_sliding_window": False},
     has_windows=False,
     required={"partial_rotary_factor": 1.0},
     written=("pooling_type",),
 )
+QWEN2_GGUF = replace(_QWEN2_GGUF, variants=(_QWEN2_GGUF.multimodal("qwen2vl"),))
 
 QWEN2 = Qwen2.family = Family.of(Qwen2, Qwen2Config, names=Names(*DECODER), gguf=QWEN2_GGUF)
 

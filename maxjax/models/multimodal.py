@@ -275,8 +275,7 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     first = listed[0] if isinstance(listed, list) and listed else None
     kind = ARCHITECTURES.get(first) if isinstance(first, str) else raw.get("model_type")
     wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None
-    thinker = None if wrapper is None else raw.get("thinker_config")
-    outer = {**raw, **thinker} if isinstance(thinker, Mapping) else raw
+    outer = raw if wrapper is None else _outer(raw)
     given = outer.get("text_config")
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"'text_config' must be an object, not {type(given).__name__}")
@@ -319,6 +318,38 @@ def _is_tied(wrapper: Wrapper, outer: Any, inner: Any) -> Any:
 def is_multimodal(raw: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of a multimodal model whose text model is known."""
     return text_settings(raw) is not raw
+
+
+def rope_sections(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """The numbers of RoPE's pairs that turn by a token's time, row and column in a multimodal model; () without them.
+
+    Example:
+        >>> rope = {"rope_type": "default", "mrope_section": [16, 24, 24]}
+        >>> rope_sections({"model_type": "qwen2_5_vl", "text_config": {"rope_scaling": rope}})
+        (16, 24, 24)
+    """
+    if not is_multimodal(raw):
+        return ()
+    given = _outer(raw).get("text_config") or raw
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = given.get(name)
+        found = rope.get("mrope_section") if isinstance(rope, Mapping) else None
+        if isinstance(found, list) and all(type(one) is int and one >= 0 for one in found):
+            return tuple(found)
+    return ()
+
+
+def deepstack_layers(raw: Mapping[str, Any]) -> int | None:
+    """The number of layers of the text model that take features of images (Qwen3-VL); None without a list of them."""
+    vision = _outer(raw).get("vision_config")
+    found = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
+    return len(found) if isinstance(found, list) else None
+
+
+def _outer(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings that have ``text_config``: those of the file, or of its ``thinker_config``."""
+    thinker = raw.get("thinker_config")
+    return {**raw, **thinker} if isinstance(thinker, Mapping) else raw
 
 
 def _without_sections(given: Mapping[str, Any]) -> dict[str, Any]:

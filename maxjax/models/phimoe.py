@@ -39,6 +39,9 @@ from ..nn.norm import LayerNorm
 from ..nn.rope_scaling import LongRoPEScalingParams
 from .family import Family
 from .fused_experts import FusedExperts
+from .gguf.metadata import Settings
+from .gguf.names import expert_names
+from .gguf.table import PLAIN_BIASES, GGUFTable
 from .names import DECODER, Names, Rename
 from .parts import (
     CAUSAL,
@@ -239,6 +242,36 @@ class PhiMoE(LanguageModel):
             self.stack()
 
 
+# --- GGUF files ---------------------------------------------------------------------------------
+
+
+def _read_gguf(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file's tensors say, and LongRoPE's magnitude under keys of this architecture."""
+    found: dict[str, Any] = {"lm_head_bias": "output.bias" in tensors}
+    scaling = config["rope_scaling"]
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        rest = {key: value for key, value in scaling.items() if key != "attention_factor"}
+        factors = dict.fromkeys(("short_mscale", "long_mscale"), scaling["attention_factor"])
+        found["rope_scaling"] = {**rest, **factors}
+    return found
+
+
+PHIMOE_GGUF = GGUFTable(
+    "phimoe",
+    expert_names("block_sparse_moe", maps=("w1", "w3", "w2")),
+    keys={
+        "attention.sliding_window": "sliding_window",
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+    constants={"hidden_act": "silu"},
+    unused=("attention.sliding_window",),
+    read=_read_gguf,
+    biases=PLAIN_BIASES,
+    is_long=True,
+    has_head=True,
+)
+
 PHIMOE = PhiMoE.family = Family.of(
     PhiMoE,
     PhiMoEConfig,
@@ -250,4 +283,5 @@ PHIMOE = PhiMoE.family = Family.of(
         *DECODER,
         Rename({".mlp.router.weight": ".block_sparse_moe.gate.weight"}),
     ),
+    gguf=PHIMOE_GGUF,
 )

@@ -25,7 +25,7 @@ X experts, k experts for each token, V tokens in the vocabulary. A decode step h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
@@ -334,7 +334,7 @@ def _read_gguf(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[st
 
 
 _GGUF_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
-QWEN3_GGUF = GGUFTable(
+_QWEN3_GGUF = GGUFTable(
     "qwen3",
     {**HEAD_NORMS, CLASSIFIER: "score"},
     constants=_GGUF_FIXED,
@@ -344,6 +344,7 @@ QWEN3_GGUF = GGUFTable(
     biases=(),
     written=("pooling_type",),
 )
+QWEN3_GGUF = replace(_QWEN3_GGUF, variants=(_QWEN3_GGUF.multimodal("qwen3vl"),))
 
 QWEN3 = Qwen3.family = Family.of(Qwen3, Qwen3Config, names=Names(*DECODER), gguf=QWEN3_GGUF)
 
@@ -358,7 +359,7 @@ class Qwen3MoE(Qwen3):
     """
 
 
-QWEN3_MOE_GGUF = GGUFTable(
+_QWEN3_MOE_GGUF = GGUFTable(
     "qwen3moe",
     {**HEAD_NORMS, **expert_names()},
     constants={
@@ -374,6 +375,7 @@ QWEN3_MOE_GGUF = GGUFTable(
     biases=(),
     written=("expert_feed_forward_length",),
 )
+QWEN3_MOE_GGUF = replace(_QWEN3_MOE_GGUF, variants=(_QWEN3_MOE_GGUF.multimodal("qwen3vlmoe"),))
 
 QWEN3_MOE = Qwen3MoE.family = Family.of(
     Qwen3MoE,

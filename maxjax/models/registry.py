@@ -40,8 +40,8 @@ class Entry(NamedTuple):
 ENTRIES: dict[str, Entry] = {
     "llama.Llama": Entry("llama", "LlamaForCausalLM LlamaModel", "llama"),
     "llama.Mistral": Entry("mistral", "MistralForCausalLM MistralModel", "llama"),
-    "llama.Qwen2": Entry("qwen2", "Qwen2ForCausalLM Qwen2Model", "qwen2"),
-    "qwen3.Qwen3": Entry("qwen3", "Qwen3ForCausalLM Qwen3Model", "qwen3"),
+    "llama.Qwen2": Entry("qwen2", "Qwen2ForCausalLM Qwen2Model", "qwen2 qwen2vl"),
+    "qwen3.Qwen3": Entry("qwen3", "Qwen3ForCausalLM Qwen3Model", "qwen3 qwen3vl"),
     "ministral3.Ministral3": Entry(
         "ministral3", "Ministral3ForCausalLM Ministral3Model", "mistral3"
     ),
@@ -71,7 +71,9 @@ ENTRIES: dict[str, Entry] = {
     "falcon.Falcon": Entry("falcon", "FalconForCausalLM FalconModel", "falcon"),
     "mixtral.Mixtral": Entry("mixtral", "MixtralForCausalLM MixtralModel", "llama"),
     "qwen2_moe.Qwen2MoE": Entry("qwen2_moe", "Qwen2MoeForCausalLM Qwen2MoeModel", "qwen2moe"),
-    "qwen3.Qwen3MoE": Entry("qwen3_moe", "Qwen3MoeForCausalLM Qwen3MoeModel", "qwen3moe"),
+    "qwen3.Qwen3MoE": Entry(
+        "qwen3_moe", "Qwen3MoeForCausalLM Qwen3MoeModel", "qwen3moe qwen3vlmoe"
+    ),
     "gpt_oss.GptOss": Entry("gpt_oss", "GptOssForCausalLM GptOssModel", "gpt-oss"),
     "deepseek.DeepseekV2": Entry(
         "deepseek_v2", "DeepseekV2ForCausalLM DeepseekV2Model", "deepseek2"
@@ -196,7 +198,7 @@ ENTRIES: dict[str, Entry] = {
         "nemotron_h", "NemotronHForCausalLM NemotronHModel", "nemotron_h nemotron_h_moe"
     ),
     "gpt_neo.GPTNeo": Entry("gpt_neo", "GPTNeoForCausalLM GPTNeoModel"),
-    "gptj.GPTJ": Entry("gptj", "GPTJForCausalLM GPTJModel"),
+    "gptj.GPTJ": Entry("gptj", "GPTJForCausalLM GPTJModel", "gptj"),
     "gptj.CodeGen": Entry("codegen", "CodeGenForCausalLM CodeGenModel"),
     "gpt_bigcode.GPTBigCode": Entry(
         "gpt_bigcode", "GPTBigCodeForCausalLM GPTBigCodeModel", "starcoder"
@@ -210,7 +212,7 @@ ENTRIES: dict[str, Entry] = {
         "deepseek2",
     ),
     "lfm2.LFM2MoE": Entry("lfm2_moe", "Lfm2MoeForCausalLM Lfm2MoeModel", "lfm2moe"),
-    "phimoe.PhiMoE": Entry("phimoe", "PhimoeForCausalLM PhiMoEForCausalLM PhimoeModel"),
+    "phimoe.PhiMoE": Entry("phimoe", "PhimoeForCausalLM PhiMoEForCausalLM PhimoeModel", "phimoe"),
     "helium.Helium": Entry("helium", "HeliumForCausalLM HeliumModel"),
     "modernbert.ModernBertModel": Entry(
         "modernbert", "ModernBertModel ModernBertForMultipleChoice", "modern-bert"

@@ -10,7 +10,9 @@ from safetensors.numpy import load_file
 import maxjax
 from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointFormatError, UnsupportedModelError
+from maxjax.graph.weights import load_weights
 from maxjax.models import find_family
+from maxjax.models.gguf.config.read import hf_config
 from maxjax.models.multimodal import _SIZES, ARCHITECTURES, WRAPPERS, text_settings
 from maxjax.models.names import MULTIMODAL, Names
 from maxjax.models.qwen3 import Qwen3MoEConfig
@@ -156,6 +158,22 @@ PAIRS = {
 }  # fmt: skip
 
 
+# Those that have a GGUF architecture of their own for the text half, and the keys that it adds.
+GGUF = {
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2vl", {"rope.dimension_sections": [1, 1, 2, 0]}),
+    "Qwen2_5OmniThinkerForConditionalGeneration": (
+        "qwen2vl", {"rope.dimension_sections": [1, 1, 2, 0]},
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        "qwen3vl", {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 1},
+    ),
+    **dict.fromkeys(
+        ("Qwen3VLMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        ("qwen3vlmoe", {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 1}),
+    ),
+}  # fmt: skip
+
+
 def theirs(kind, directory):
     config, text, other = KINDS[kind] if kind in KINDS else PAIRS[kind]
     other = {"vision_config": other} if kind in KINDS else other
@@ -204,6 +222,27 @@ def test_the_text_model_of_a_multimodal_checkpoint(kind, tmp_path):
         convert(tmp_path / "seeing", tmp_path / "text.gguf")
         found, _ = maxjax.load(tmp_path / "text.gguf")
         same(call(found, ids), logits_of(oracle, ids))
+        with load_weights(tmp_path / "text.gguf") as weights:
+            metadata = dict(weights.metadata)
+        architecture = metadata["general.architecture"]
+        more = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
+        found = {key: list(more[key]) if "sections" in key else more[key] for key in (
+            "rope.dimension_sections", "n_deepstack_layers") if key in more}  # fmt: skip
+        assert (architecture, found) == GGUF.get(kind, (architecture, {}))
+
+
+def test_pairs_that_turn_by_a_fourth_position():
+    """A text token's is 0 in llama.cpp, so such pairs would not turn."""
+    keys = {
+        "block_count": 1, "context_length": 64, "embedding_length": 16, "feed_forward_length": 16,
+        "attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.dimension_sections": [2, 1, 1, 0],
+    }  # fmt: skip
+    metadata = {"general.architecture": "qwen2vl", **{f"qwen2vl.{k}": v for k, v in keys.items()}}
+    assert hf_config(metadata, {"token_embd.weight": (10, 16)})["model_type"] == "qwen2"
+    metadata["qwen2vl.rope.dimension_sections"] = [1, 1, 1, 1]
+    with pytest.raises(UnsupportedModelError, match="fourth position"):
+        hf_config(metadata, {"token_embd.weight": (10, 16)})
 
 
 @pytest.mark.default("LlavaNextForConditionalGeneration", "InternVLForConditionalGeneration")

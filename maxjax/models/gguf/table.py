@@ -7,13 +7,13 @@ a table cannot be read from GGUF files or written to them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ...graph.weights import WeightData
 from .by_architecture import ByArchitecture
-from .config.read import WINDOWS, MetadataTable
+from .config.read import DEEPSTACK, SECTIONS, WINDOWS, MetadataTable
 from .config.rope import ATTENTION_FACTOR, LOG_MULTIPLIER
 from .metadata import Settings
 from .names import KEYS, QUERIES, Rule, decoder_table, plain_table
@@ -98,6 +98,8 @@ class GGUFTable(MetadataTable):
         instead: function of the family's config for models that are written as another architecture:
             it returns (architecture, changed config fields), or None to keep this architecture.
         variants: tables of further architectures whose files hold models of this family.
+        has_sections: whether it is the architecture of the text half of multimodal models, whose files have the
+            sections of M-RoPE.
 
     Example:
         >>> GGUFTable("mine", {".ffn_norm": "norm_2"}).names["blk.*.ffn_norm"]
@@ -127,6 +129,10 @@ class GGUFTable(MetadataTable):
     instead: Callable[[Any], tuple[str, Mapping[str, Any]] | None] | None = None
     variants: Sequence[GGUFTable] = ()
 
+    def multimodal(self, architecture: str) -> GGUFTable:
+        """Return the table of the text half of multimodal models, whose files have the sections of M-RoPE."""
+        return replace(self, architecture=architecture, has_sections=True, variants=())
+
     @cached_property
     def names(self) -> Mapping[str, Sequence[Rule]]:
         """GGUF's names of all tensors, with ``blk.*`` for a layer → rules for the checkpoint's tensors."""
@@ -140,6 +146,7 @@ class GGUFTable(MetadataTable):
         window += [WINDOWS] if self.lists_windows else []
         rope = [LOG_MULTIPLIER] if self.log_multiplier else []
         rope += [ATTENTION_FACTOR] if self.is_long else []
+        rope += [SECTIONS, DEEPSTACK] if self.has_sections else []
         return {self.epsilon[0], *self.keys, *self.written, *window, *rope} - set(self.unused)
 
 

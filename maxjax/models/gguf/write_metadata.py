@@ -171,7 +171,7 @@ def _decoder(table: GGUFTable, model: FamilyConfig, path: Any) -> dict[str, Any]
         )
     if model.experts:
         found |= _experts(model)
-    return found | _of_table(table, model, path)
+    return found | _of_table(table, model, path) | dict(model.multimodal or {})
 
 
 def _epsilon(config: Any, key: str) -> float:

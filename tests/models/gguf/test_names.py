@@ -79,6 +79,11 @@ LEFT_OUT = {
     },
     # Of keys and values without latent vectors, which no published DeepSeek 2 has.
     "deepseek2": {"rope_freqs", "blk.*.attn_rot_embd", "blk.*.attn_k", "blk.*.attn_v"},
+    "qwen3vl": {"rope_freqs"},
+    # Of MLPs, which a model with experts does not have.
+    "nemotron_h_moe": {"blk.*.ffn_down", "blk.*.ffn_up"},
+    # Of files whose queries, keys and values are one tensor; refused.
+    "phimoe": {"rope_factors_long", "rope_factors_short", "blk.*.attn_qkv"},
     # Of files whose queries, keys and values are one tensor, and of a norm that llama.cpp does not read.
     "phi2": {"blk.*.attn_qkv", "blk.*.ffn_norm"},
     # Of a gate that there is none of.

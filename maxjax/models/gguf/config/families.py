@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from ....errors import CheckpointFormatError
-from ...multimodal import text_settings
+from ...multimodal import deepstack_layers, rope_sections, text_settings
 from ...registry import gguf_model_types, gguf_of, of_model_type
 from ..metadata import MAX_EXPERTS, unsupported
 from ..table import GGUF_TABLES, GGUFTable
+from .read import DEEPSTACK, SECTIONS
 from .rope import rope_divisors
 
 _TANH = "gelu_pytorch_tanh"
@@ -31,12 +32,14 @@ class FamilyConfig:
         config: the family's configuration object.
         table: the family's own GGUF table, if it has one; also where the model is written as another
             architecture.
+        multimodal: metadata of the text half of a multimodal model.
     """
 
     architecture: str
     settings: dict[str, Any]
     config: Any
     table: GGUFTable | None = None
+    multimodal: Mapping[str, Any] | None = None
 
     @property
     def rope(self) -> Any:
@@ -138,6 +141,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         >>> model.architecture, model.config.num_hidden_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
+    whole = config
     try:
         config = text_settings(config)
     except ValueError as error:
@@ -160,7 +164,14 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         architecture, changed = other
         read = dataclasses.replace(read, **changed)
         values |= changed
-    model = FamilyConfig(architecture, values, read, table)
+    halves = [one.architecture for one in table.variants if one.has_sections] if table else []
+    multimodal: dict[str, Any] = {}
+    if halves and (sections := rope_sections(whole)):
+        architecture = halves[0]
+        multimodal[SECTIONS] = [*sections, 0, 0, 0, 0][:4]
+        if (deep := deepstack_layers(whole)) is not None:
+            multimodal[DEEPSTACK] = deep
+    model = FamilyConfig(architecture, values, read, table, multimodal)
     if model.has_rope:
         values["rope_theta"] = model.rope.theta
     if model.experts > MAX_EXPERTS:

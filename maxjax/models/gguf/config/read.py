@@ -41,6 +41,9 @@ _FILE_TYPES = {0: "float32", 1: "float16"}
 POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # Key of the layers with a sliding window: n, where every n-th layer has none, or a list of flags.
 WINDOWS = "attention.sliding_window_pattern"
+# Keys of the text half of a multimodal model: the numbers of RoPE's pairs that turn by each of a token's four
+# positions, and of the layers that take features of images. A text token's first three positions are the same.
+SECTIONS, DEEPSTACK = "rope.dimension_sections", "n_deepstack_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ class MetadataTable:
     log_multiplier: float = 0.0
     is_decoder: bool = True
     required: Mapping[str, Any] = field(default_factory=dict)
+    has_sections: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,10 @@ def _decoder(
         )
         if table.is_partial:
             found["partial_rotary_factor"] = rotated / head_dim
+    if table.has_sections and any(given.items(SECTIONS, int, [])[3:]):
+        raise given.unsupported(
+            f"pairs that turn by a fourth position ('{given.prefix}{SECTIONS}')"
+        )
     for key, name in table.keys.items():
         if given.has(key):
             found[name] = given.any(key)  # its family checks type and range

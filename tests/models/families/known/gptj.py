@@ -10,8 +10,9 @@ SIZES = {
 
 
 def gptj(name, **settings):
+    is_new = settings.get("activation_function", "gelu_new") == "gelu_new"  # GGUF has no other
     return Case("gptj", "GPTJForCausalLM", "GPTJConfig", SIZES | settings, name, last=LAST,
-                is_whole=True, gguf=False)  # fmt: skip
+                is_whole=True, gguf=is_new, like_llama_cpp=False)  # fmt: skip
 
 
 def codegen(name, **settings):

@@ -12,9 +12,11 @@ _LONG = {
 
 def phi(name, **settings):
     last = ("model.norm.weight", "model.norm.bias")
+    # llama.cpp has RMSNorm and a softmax of all scores in their place.
     return Case(
-        "phimoe", "PhimoeForCausalLM", "PhimoeConfig", _MOE | settings, name, last=last, gguf=False
-    )
+        "phimoe", "PhimoeForCausalLM", "PhimoeConfig", _MOE | settings, name, last=last, gguf=name == "long",
+        like_llama_cpp=False,
+    )  # fmt: skip
 
 
 CASES = [
