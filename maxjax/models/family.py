@@ -23,7 +23,7 @@ from ..nn.embedding import Embedding
 from ..nn.layer import ExpertStack, Module
 from ..nn.linear import ColumnParallelLinear, Linear
 from ..nn.stacked_linear import StackedLinear
-from .config import ModelConfig, default_labels, labels_in, labels_of
+from .config import ModelConfig
 from .names import CACHE_SCALES, Names, matcher, multimodal_rows, unwrapped
 
 if TYPE_CHECKING:
@@ -202,15 +202,13 @@ class PretrainedModel(Module):
 
     @property
     def id2label(self) -> dict[int, str]:
-        """The names of the labels of the model's head, by number, as ``config.json`` has them."""
-        raw = self.hf_config or {}
-        return dict(enumerate(labels_in(raw) or default_labels(labels_of(raw))))
+        """The names of the labels of the model's head, by number; none if it has no such head."""
+        return {}
 
     @property
     def problem_type(self) -> str | None:
-        """``problem_type`` in ``config.json``: what the labels of a text are; None if it does not say."""
-        found = (self.hf_config or {}).get("problem_type")
-        return found if isinstance(found, str) else None
+        """What the labels of a text are, as ``config.json`` says; None if it does not say."""
+        return None
 
     @property
     def hf_config(self) -> dict[str, Any] | None:

@@ -65,21 +65,24 @@ class Unloaded:
         family = model.family
         named = unwrapped({name: name for name in table.entries})
         names = tuple(sorted(named[name] for name in family.names.unloaded(named)))
-        if not names and not is_multimodal(config) and family.names.body is None:
+        holds_parts = bool(names) or is_multimodal(config)
+        if not holds_parts and family.names.body is None:
             return None
-        form = family.names.as_in(dict(weights._named_data()))
+        if not holds_parts:  # what a wrapper of PyTorch's has added is not written again
+            named = {name: name for name in named}
+        form = family.names.as_in(unwrapped(dict(weights._named_data())))
         weights_of_model = model.raw_state_dict()
         head, original = family.tied
         if head in named and head not in weights_of_model and original in weights_of_model:
             form = Names(*form.rows, Copy(head, original))
-        spelled: dict[str, str] = {}
+        spelled = {name: raw for name, raw in named.items() if name != raw}
         for name, raw in named.items():
             own = family.names.model_name(name)
             # A file may have a weight under two names: then it is written under the model's, too.
             if own is not None and (own == name or own not in named):
                 if raw != form.file_names(own)[0]:
                     spelled[own] = raw
-        if not names and not is_multimodal(config) and form == family.names and not spelled:
+        if not holds_parts and form == family.names and not spelled:
             return None
         return cls(
             weights._path, names, json.dumps(config), tuple(sorted(spelled.items())),

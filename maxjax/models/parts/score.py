@@ -13,6 +13,7 @@ import jax
 from ...dtype import DType
 from ...errors import UserInputError
 from ...nn.linear import Linear
+from ..config import default_labels, labels_in
 
 ENDING = "ForSequenceClassification"
 """The suffix of the architecture in ``config.json`` of a model with this head."""
@@ -37,11 +38,25 @@ class Scored:
 
     lm_head: Any
     score: Any = None
+    hf_config: Any
 
     @property
     def task(self) -> str | None:  # type: ignore[override]
         """What the head is for: "classify" for a model with a classification head, else None."""
         return None if self.score is None else "classify"
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """The names of the labels of the classification head, by number; none without such a head."""
+        count = 0 if self.score is None else int(self.score.weight.logical_shape[0])
+        found = labels_in(self.hf_config or {})
+        return dict(enumerate(found if len(found) == count else default_labels(count)))
+
+    @property
+    def problem_type(self) -> str | None:
+        """What the labels of a text are, as ``config.json`` says; None if it does not say."""
+        found = (self.hf_config or {}).get("problem_type")
+        return found if isinstance(found, str) else None
 
     def make_score(self, labels: int, dtype: DType) -> None:
         """Makes the classification head and removes ``lm_head``, which computes logits.

@@ -1,0 +1,506 @@
+"""The heads of encoders against transformers: masked words, tokens, answers and texts; their files, in every form."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import maxjax
+from maxjax.errors import CheckpointMismatchError, UserInputError
+from maxjax.models import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    DebertaV2Config,
+    Llama,
+    LlamaConfig,
+    all_families,
+)
+from maxjax.models.deberta_v2 import DebertaV3ForMaskedLM
+from tests.oracles.models import OracleModel, opened
+from tests.oracles.recorded import torch
+
+WEIGHTS = "model.safetensors"
+SMALL = {
+    "vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 21, "max_position_embeddings": 20,
+}  # fmt: skip
+DISTIL = {
+    "vocab_size": 41,
+    "dim": 16,
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_dim": 21,
+    "max_position_embeddings": 20,
+}
+DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+# Settings of each family, and what they are for a head of masked words in a second case.
+FAMILIES = {
+    "Bert": (SMALL, {"hidden_act": "relu"}),
+    "Roberta": (SMALL | {"type_vocab_size": 1}, {"hidden_act": "relu"}),
+    "XLMRoberta": (SMALL | {"pad_token_id": 1}, {}),
+    "Camembert": (SMALL, {}),
+    "Electra": (SMALL | {"embedding_size": 8}, {"hidden_act": "relu"}),
+    "DistilBert": (DISTIL, {"activation": "relu"}),
+    "MPNet": (SMALL, {}),
+    "Albert": (SMALL | {"embedding_size": 8}, {"hidden_act": "relu"}),
+    "DebertaV2": (SMALL | DEBERTA, {"hidden_act": "relu"}),
+    "ModernBert": (
+        SMALL | {"pad_token_id": 0, "local_attention": 4},
+        {"norm_bias": True, "classifier_bias": True, "classifier_activation": "relu", "decoder_bias": False},
+    ),
+    "NomicBert": (SMALL, {}),
+    "Gte": (SMALL, {}),
+    "JinaEmbeddingsV3": (SMALL, {}),
+}  # fmt: skip
+TASKS = {
+    "MaskedLM": "fill-mask", "TokenClassification": "tag", "QuestionAnswering": "answer",
+    "SequenceClassification": "classify",
+}  # fmt: skip
+NO_ANSWERS = ("NomicBert", "Gte")
+CASES = [
+    (family, head, settings | ({"num_labels": 3} if "Classification" in head else {}))
+    for family, (settings, _) in FAMILIES.items()
+    for head in TASKS
+    if head != "QuestionAnswering" or family not in NO_ANSWERS
+]
+CASES += [
+    (family, "MaskedLM", settings | other | {"tie_word_embeddings": False})
+    for family, (settings, other) in FAMILIES.items()
+]
+CASES += [("Electra", "PreTraining", FAMILIES["Electra"][0]), ("Bert", "PreTraining", SMALL),
+          ("Albert", "PreTraining", FAMILIES["Albert"][0]),
+          ("DebertaV2", "MaskedLM", FAMILIES["DebertaV2"][0] | {"legacy": False}),
+          ("ModernBert", "SequenceClassification",
+           FAMILIES["ModernBert"][0] | {"classifier_pooling": "mean"})]  # fmt: skip
+call = jax.jit(lambda model, *arrays: model(*arrays))
+
+
+def each():
+    """All cases; in the default set is a head for masked words of each family, and one of each of the others."""
+    found, seen = [], set()
+    for number, (family, head, settings) in enumerate(CASES):
+        usual = family if head == "MaskedLM" else head
+        marks = [pytest.mark.campaign, pytest.mark.oracle] if usual in seen else []
+        seen.add(usual)
+        found.append(
+            pytest.param(family, head, settings, marks=marks, id=f"{family}-{head}-{number}")
+        )
+    return pytest.mark.parametrize("family, head, settings", found)
+
+
+def drawn(rng, name, shape):
+    """Values of a tensor; ones and zeros would hide a mistake."""
+    is_norm = any(part in name.lower() for part in ("norm", "_ln")) and name.endswith("weight")
+    return 0.2 * rng.standard_normal(shape) + is_norm
+
+
+def oracle_of(family, head, settings):
+    return OracleModel(
+        f"{family}For{head}", f"{family}Config", settings, draw=drawn, file="families.heads"
+    )
+
+
+def inputs(model):
+    rng, lengths = np.random.default_rng(0), np.array([9, 5])
+    pad = getattr(model.config, "pad_token_id", 1 if "MPNet" in type(model).__name__ else 0)
+    mask = (np.arange(9)[None] < lengths[:, None]).astype(np.int32)
+    ids = rng.integers(6, 41, mask.shape)
+    return np.where(mask, ids, pad).astype(np.int32), mask
+
+
+def logits_of(ids, mask):
+    def answer(model):
+        with torch.no_grad():
+            out = model(
+                input_ids=torch.tensor(ids).long(), attention_mask=torch.tensor(mask).long()
+            )
+        names = ("start_logits", "end_logits", "prediction_logits", "logits")
+        return [getattr(out, name).numpy() for name in names if hasattr(out, name)]
+
+    return answer
+
+
+def same(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@each()
+def test_logits_and_files_are_those_of_transformers(tmp_path, family, head, settings):
+    oracle = oracle_of(family, head, settings)
+    oracle.save(tmp_path / "a")
+    model, _ = maxjax.load(tmp_path / "a", tokenizer=False)
+    ids, mask = inputs(model)
+    expected = oracle.ask("logits", logits_of(ids, mask))
+    out = call(model, ids, mask)
+    found = [one for one in (out.start_logits, out.end_logits, out.logits) if one is not None]
+    assert len(found) == len(expected) and all(one.dtype == jnp.float32 for one in found)
+    real = np.ones(2, bool) if head == "SequenceClassification" else mask.astype(bool)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        same(np.asarray(one)[real], other[real])
+    usual = "detect" if family == "Electra" else "fill-mask"
+    assert model.task == TASKS.get(head, usual)
+    maxjax.save_pretrained(model, tmp_path / "b")
+    written = safetensors.numpy.load_file(tmp_path / "b" / WEIGHTS)
+    assert written.keys() == oracle.tensors.keys()
+    for name, array in written.items():
+        # Beside a decoder with a weight and a bias of its own, transformers has another bias without an effect.
+        twin = f"{name.removesuffix('bias')}decoder.bias"
+        name = twin if name.endswith(".bias") and twin in oracle.tensors else name
+        assert array.tobytes() == oracle.tensors[name].tobytes(), name
+    configs = [json.loads((tmp_path / one / "config.json").read_text()) for one in "ab"]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.campaign
+@pytest.mark.oracle
+@each()
+def test_transformers_opens_what_is_saved(tmp_path, family, head, settings):
+    """Of models that were loaded, on one device and on meshes, and of models that were made in code."""
+    oracle, kind = oracle_of(family, head, settings), f"{family}For{head}"
+    oracle.save(tmp_path / "a")
+    model, _ = maxjax.load(tmp_path / "a", tokenizer=False)
+    ids, mask = inputs(model)
+    expected = logits_of(ids, mask)(oracle.live())
+    real = np.ones(2, bool) if head == "SequenceClassification" else mask.astype(bool)
+    for axes in ({"model": 2}, {"data": 2, "model": 2, "fsdp": 2}):
+        split, _ = maxjax.load(tmp_path / "a", mesh=maxjax.make_mesh(**axes), tokenizer=False)
+        out = call(split, ids, mask)
+        found = [one for one in (out.start_logits, out.end_logits, out.logits) if one is not None]
+        for one, other in zip(found, expected, strict=True):
+            same(np.asarray(one)[real], other[real])
+    maxjax.save_pretrained(split, tmp_path / "b")
+    again, told = opened(kind, tmp_path / "b", output_loading_info=True)
+    assert not any(told.values())
+    for one, other in zip(logits_of(ids, mask)(again), expected, strict=True):
+        same(one[real], other[real])
+    if head == "PreTraining" and family != "Electra":
+        return  # what is made in code has no head for the order of sentences
+    made = maxjax.init(type(model)(model.config), jax.random.key(0))
+    maxjax.save_pretrained(made, tmp_path / "c")
+    theirs, told = opened(kind, tmp_path / "c", output_loading_info=True)
+    assert not any(told.values())
+    out = call(made, ids, mask)
+    found = [one for one in (out.start_logits, out.end_logits, out.logits) if one is not None]
+    for one, other in zip(found, logits_of(ids, mask)(theirs), strict=True):
+        same(np.asarray(one)[real], other[real])
+    assert maxjax.load(tmp_path / "c", tokenizer=False)[0].config == made.config
+
+
+CONFIG = BertConfig(64, 32, 48, num_hidden_layers=1, num_attention_heads=2)
+KINDS = {
+    "fill-mask": BertForMaskedLM, "tag": BertForTokenClassification, "answer": BertForQuestionAnswering,
+    "classify": BertForSequenceClassification,
+}  # fmt: skip
+IDS = np.arange(6, 20, dtype=np.int32).reshape(2, 7)
+MASK = np.array([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]], np.int32)
+
+
+def made(kind=BertForMaskedLM, config=CONFIG, **options):
+    """A model whose values show which is where: ones and zeros would not."""
+    model = maxjax.init(kind(config, **options), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape).astype(x.dtype), model)
+
+
+def logits(model):
+    """What the model's head computes, as a dict of arrays."""
+    out = call(model, IDS, MASK)
+    names = ("logits", "start_logits", "end_logits")
+    return {name: np.asarray(one) for name in names if (one := getattr(out, name)) is not None}
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_each_head_has_its_outputs_and_the_states_of_the_body(task):
+    model = made(KINDS[task])
+    shapes = {name: one.shape for name, one in logits(model).items()}
+    expected = {
+        "fill-mask": {"logits": (2, 7, 64)}, "tag": {"logits": (2, 7, 2)}, "classify": {"logits": (2, 2)},
+        "answer": {"start_logits": (2, 7), "end_logits": (2, 7)},
+    }  # fmt: skip
+    assert (shapes, model.task) == (expected[task], task)
+    body = BertModel(CONFIG, pooler=model.pooler is not None)
+    names = body.raw_state_dict()
+    body.load_state_dict({n: w.value for n, w in model.raw_state_dict().items() if n in names})
+    assert body.task is None and logits(body) == {}
+    np.testing.assert_array_equal(
+        call(model, IDS, MASK).last_hidden_state, call(body, IDS, MASK).last_hidden_state
+    )
+
+
+def test_states_alone_cost_what_they_cost_without_the_head():
+    states = lambda m: m(IDS, MASK).last_hidden_state
+    costs = [
+        jax.jit(states).lower(kind(CONFIG)).compile().cost_analysis()["flops"]
+        for kind in (lambda config: BertModel(config, pooler=False), BertForMaskedLM)
+    ]
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("name", ["mean", "cls"])
+def test_a_text_of_a_row_is_pooled_alone(name):
+    class Pooled(BertForSequenceClassification):
+        head_pooling = name
+
+    model = made(Pooled, pooler=False)
+    alone = call(model, IDS[1:, :3]).logits
+    same(call(model, IDS, MASK).logits[1:], alone)
+    seen = (MASK[:, None, :] * MASK[:, :, None]).astype(bool)
+    same(call(model, IDS, seen).logits[1:], alone)
+
+
+def test_decoders_say_what_their_head_is_for():
+    model = Llama(LlamaConfig(64, 16, 24, num_hidden_layers=1, num_attention_heads=2))
+    assert model.task is None
+    model.make_score(3, maxjax.DType.float32)
+    assert model.task == "classify" and model.id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
+    names = ("bad", "so-so", "good")
+    model.hf_config = {"id2label": dict(enumerate(names)), "problem_type": "regression"}
+    assert (tuple(model.id2label.values()), model.problem_type) == (names, "regression")
+
+
+def test_labels_are_kept_and_written(tmp_path):
+    config = BertConfig(
+        64, 32, 48, num_hidden_layers=1, num_attention_heads=2, labels=("O", "B-PER", "I-PER"),
+        problem_type="single_label_classification",
+    )  # fmt: skip
+    assert (config.num_labels, config.label2id["I-PER"]) == (3, 2)
+    model = made(BertForTokenClassification, config)
+    assert model.classifier.weight.shape == [3, 32]
+    maxjax.save_pretrained(model, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["id2label"] == {"0": "O", "1": "B-PER", "2": "I-PER"}
+    assert raw["label2id"] == {"O": 0, "B-PER": 1, "I-PER": 2}
+    again, _ = maxjax.load(tmp_path, tokenizer=False)
+    assert again.config == config and again.id2label == {0: "O", 1: "B-PER", 2: "I-PER"}
+    assert again.problem_type == "single_label_classification"
+    # Programs depend on the number of labels alone.
+    other = made(BertForTokenClassification, BertConfig(
+        64, 32, 48, num_hidden_layers=1, num_attention_heads=2, labels=("a", "b", "c"),
+    ))  # fmt: skip
+    assert jax.tree.structure(other) == jax.tree.structure(model)
+
+
+@pytest.mark.parametrize(
+    "listed, expected",
+    [
+        ({"1": "b", "0": "a"}, {0: "a", 1: "b"}),
+        ({"1": "b", "2": "a"}, {0: "LABEL_0", 1: "LABEL_1"}),
+        (None, {0: "LABEL_0", 1: "LABEL_1"}),
+    ],
+)
+def test_names_of_labels_in_files(listed, expected):
+    raw = {
+        "vocab_size": 9, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "id2label": listed,
+    }  # fmt: skip
+    assert BertConfig.from_dict(raw).id2label == expected
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+def _as(change, tied=True):
+    def write(folder):
+        model = made(config=BertConfig(
+            64, 32, 48, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=tied
+        ))  # fmt: skip
+        maxjax.save_pretrained(model, folder)
+        found = change(safetensors.numpy.load_file(folder / WEIGHTS))
+        safetensors.numpy.save_file(found, folder / WEIGHTS, {"format": "pt"})
+        (folder / "maxjax_digests.json").unlink()
+        return model, found
+
+    return write
+
+
+TABLE, BIAS = "bert.embeddings.word_embeddings.weight", "cls.predictions.bias"
+DECODER = "cls.predictions.decoder"
+
+
+def _old(found):
+    ends = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new, old in ends.items():
+        found = {name.replace(new, old): one for name, one in found.items()}
+    return found
+
+
+def _without_bias(found):
+    return {name if name != BIAS else f"{DECODER}.bias": one for name, one in found.items()}
+
+
+FORMS = {
+    "as transformers writes it": _as(dict),
+    "without the prefix": _as(lambda found: {n.removeprefix("bert."): a for n, a in found.items()}),
+    "old names": _as(_old),
+    "the decoder too": _as(lambda found: found | {f"{DECODER}.weight": found[TABLE]}),
+    "all of the decoder": _as(
+        lambda found: found | {f"{DECODER}.weight": found[TABLE], f"{DECODER}.bias": found[BIAS]}
+    ),
+    "the decoder's bias alone": _as(_without_bias),
+    "wrapped": _as(lambda found: {f"module.{n}": a for n, a in found.items()}),
+    "the decoder too, wrapped": _as(
+        lambda found: {f"module.{n}": a for n, a in (found | {f"{DECODER}.weight": found[TABLE]}).items()}
+    ),
+    "a decoder of its own": _as(dict, tied=False),
+    "a decoder of its own with one bias": _as(
+        lambda found: {n: a for n, a in found.items() if n != f"{DECODER}.bias"}, tied=False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_is_saved_in_its_form(tmp_path, form):
+    model, before = FORMS[form](tmp_path / "a")
+    again, _ = maxjax.load(tmp_path / "a", tokenizer=False)
+    np.testing.assert_array_equal(logits(again)["logits"], logits(model)["logits"])
+    # The source may be gone: it holds nothing but the model.
+    (tmp_path / "a" / WEIGHTS).unlink()
+    maxjax.save_pretrained(again, tmp_path / "b")
+    after = safetensors.numpy.load_file(tmp_path / "b" / WEIGHTS)
+    before = {name.removeprefix("module."): array for name, array in before.items()}
+    assert after.keys() == before.keys()
+    for name, array in before.items():
+        assert after[name].tobytes() == array.tobytes(), name
+    # After a training, copies have the new values too.
+    more = jax.tree.map(lambda x: 2 * x, again)
+    maxjax.save_pretrained(more, tmp_path / "c")
+    after = safetensors.numpy.load_file(tmp_path / "c" / WEIGHTS)
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], 2 * array, err_msg=name)
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_a_saved_head_is_found_again(tmp_path, task):
+    model = made(KINDS[task])
+    maxjax.save_pretrained(model, tmp_path / "a")
+    maxjax.checkpoint.save(tmp_path / "steps", model)
+    names = safetensors.numpy.load_file(tmp_path / "a" / WEIGHTS)
+    assert sum(name.startswith("bert.") for name in names) > 10
+    for folder in ("a", "steps"):
+        again, _ = maxjax.load(tmp_path / folder, tokenizer=False)
+        assert type(again) is KINDS[task]
+        for name, one in logits(model).items():
+            np.testing.assert_array_equal(logits(again)[name], one)
+
+
+def test_a_file_without_the_head_is_the_body(tmp_path, caplog):
+    maxjax.save_pretrained(made(BertModel, pooler=False), tmp_path / "a")
+    raw = json.loads((tmp_path / "a" / "config.json").read_text())
+    for task, kind in KINDS.items():
+        text = json.dumps(raw | {"architectures": [kind.__name__]})
+        (tmp_path / "a" / "config.json").write_text(text)
+        model, _ = maxjax.load(tmp_path / "a", tokenizer=False)
+        assert (type(model), model.task) == (BertModel, None), task
+    assert "not loaded" not in caplog.text
+    found = safetensors.numpy.load_file(tmp_path / "a" / WEIGHTS)
+    found["qa_outputs.weight"] = np.ones((2, 32), np.float32)
+    safetensors.numpy.save_file(found, tmp_path / "a" / WEIGHTS, {"format": "pt"})
+    (tmp_path / "a" / "maxjax_digests.json").unlink()
+    (tmp_path / "a" / "config.json").write_text(
+        json.dumps(raw | {"architectures": ["BertForQuestionAnswering"]})
+    )
+    with pytest.raises(CheckpointMismatchError, match="qa_outputs.bias"):
+        maxjax.load(tmp_path / "a", tokenizer=False)
+
+
+def test_a_part_of_the_head_that_does_not_run_is_named_and_kept(tmp_path, caplog):
+    model = made()
+    maxjax.save_pretrained(model, tmp_path / "a")
+    found = safetensors.numpy.load_file(tmp_path / "a" / WEIGHTS)
+    found["cls.seq_relationship.bias"] = np.ones(2, np.float32)
+    safetensors.numpy.save_file(found, tmp_path / "a" / WEIGHTS, {"format": "pt"})
+    (tmp_path / "a" / "maxjax_digests.json").unlink()
+    again, _ = maxjax.load(tmp_path / "a", tokenizer=False)
+    assert "cls.seq_relationship.bias" in caplog.text
+    np.testing.assert_array_equal(logits(again)["logits"], logits(model)["logits"])
+    maxjax.save_pretrained(again, tmp_path / "b")
+    assert safetensors.numpy.load_file(tmp_path / "b" / WEIGHTS).keys() == found.keys()
+
+
+def test_a_gguf_file_has_the_body_alone(tmp_path, caplog):
+    maxjax.save_pretrained(made(), tmp_path / "a")
+    maxjax.checkpoint.convert(tmp_path / "a", tmp_path / "a.gguf")
+    assert "cls.predictions.bias" in caplog.text
+    model, _ = maxjax.load(tmp_path / "a.gguf", tokenizer=False)
+    assert type(model) is BertModel
+
+
+def test_the_heads_of_deberta_are_told_apart_by_a_setting():
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    new = DebertaV2Config(9, 4, 4, **sizes, legacy=False)
+    assert "lm_predictions.lm_head.dense.weight" in DebertaV3ForMaskedLM(new).raw_state_dict()
+    with pytest.raises(UserInputError, match="legacy=False"):
+        DebertaV3ForMaskedLM(DebertaV2Config(9, 4, 4, **sizes))
+
+
+# --- training, meshes, dtypes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_gradients_reach_every_weight(task):
+    loss = lambda m: sum(jnp.sum(one**2) for one in jax.tree.leaves(m(IDS, MASK)[2:]))
+    found = jax.jit(jax.grad(loss))(made(KINDS[task])).raw_state_dict()
+    largest = {name: float(jnp.abs(weight.value).max()) for name, weight in found.items()}
+    # A key's bias has none but rounding errors: softmax does not see it.
+    assert {name for name, one in largest.items() if one < 1e-4} <= {
+        "encoder.layer.0.attention.self.key.bias"
+    }
+
+
+def test_the_table_learns_from_the_decoder_too():
+    model = made()
+    word = 40  # in no text: its row has a gradient as an output alone
+    loss = lambda m: jnp.sum(jax.nn.log_softmax(m(IDS, MASK).logits)[..., word])
+    gradient = jax.grad(loss)(model).embeddings.word_embeddings.weight.value
+    assert word not in IDS and float(jnp.abs(gradient[word]).max()) > 1e-3
+
+
+def test_a_head_is_tuned_with_lora(tmp_path):
+    model = made()
+    layers = maxjax.lora.add(model, ["*.query", "transform.dense"], rank=2, key=jax.random.key(1))
+    np.testing.assert_array_equal(logits(layers)["logits"], logits(model)["logits"])
+    tuned = jax.tree.map(lambda x: x + 0.01, layers)
+    merged = maxjax.lora.merge(tuned)
+    np.testing.assert_allclose(logits(merged)["logits"], logits(tuned)["logits"], atol=1e-4)
+    maxjax.save_pretrained(merged, tmp_path)
+    again, _ = maxjax.load(tmp_path, tokenizer=False)
+    np.testing.assert_array_equal(logits(again)["logits"], logits(merged)["logits"])
+
+
+@pytest.mark.parametrize("axes", [{"model": 2}, {"fsdp": 2}, {"data": 2, "model": 2, "fsdp": 2}])
+def test_logits_on_meshes(axes):
+    model = made()
+    split = model.to(maxjax.make_mesh(**axes))
+    np.testing.assert_allclose(logits(split)["logits"], logits(model)["logits"], atol=1e-5)
+    spec = tuple(split.embeddings.word_embeddings.weight.sharding.spec)
+    assert spec == ("model" if "model" in axes else None, "fsdp" if "fsdp" in axes else None)
+
+
+def test_other_dtypes_and_quantised_weights(tmp_path):
+    model = made()
+    maxjax.save_pretrained(model, tmp_path)
+    expected = logits(model)["logits"]
+    narrow, _ = maxjax.load(tmp_path, dtype="bfloat16", tokenizer=False)
+    found = logits(narrow)["logits"]
+    assert found.dtype == np.float32 and narrow.cls.predictions.decoder.weight.dtype == "bfloat16"
+    np.testing.assert_allclose(found, expected, atol=0.05 * np.abs(expected).max())
+    small = maxjax.quantize(model, "q8_0").model
+    assert small.embeddings.word_embeddings.weight.quantization_encoding is not None
+    found = logits(small)["logits"]
+    np.testing.assert_allclose(found, expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_every_encoder_has_the_heads():
+    bodies = {one.model_type for one in all_families() if hasattr(one.config, "label2id")}
+    kinds = {(one.model_type, one.make.__self__.task) for one in all_families()}
+    without = {(name, "answer") for name in ("nomic_bert", "gte")}
+    assert {(name, task) for name in bodies for task in KINDS} - kinds == without
