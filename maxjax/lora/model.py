@@ -60,7 +60,7 @@ def add(
     Args:
         model: any Module; it is not changed, and shares its arrays with the result.
         patterns: glob patterns (``"layers.*.q_proj"``) or endings (``"q_proj"``) of the names of
-            linear layers and embedding tables; None means all linear layers except a language model's
+            linear layers and embedding tables; None means all linear layers except those of a
             head and those in mixtures of experts.
         rank: r, the rank of the updates.
         alpha: numerator of the scale of the updates, ``alpha / r``; None means r, so a scale of 1.

@@ -19,6 +19,9 @@ from ..errors import (
 )
 from ..models.family import PretrainedModel
 from ..models.names import Names, Prefix, Unwrap
+from ..models.parts.encoder import Encoder
+from ..models.parts.heads import FILL_MASK
+from ..models.parts.language_model import LanguageModel
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.layer.walk import Walk
@@ -48,6 +51,13 @@ _UNSUPPORTED = {
     "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "layer_replication": (None, []),
     "use_qalora": (False, None), "alora_invocation_tokens": (None, []), "arrow_config": (None,),
     "use_bdlora": (None, False), "velora_config": (None,), "monteclora_config": (None,), "lora_ga_config": (None,),
+}  # fmt: skip
+
+
+# The value of task_type for a model's task, and the modules that PEFT then takes for trained.
+_TASKS = {
+    "classify": ("SEQ_CLS", ("classifier", "score")), "tag": ("TOKEN_CLS", ("classifier",)),
+    "answer": ("QUESTION_ANS", ("qa_outputs",)),
 }  # fmt: skip
 
 
@@ -240,9 +250,11 @@ def _is_within(tensor: str, modules: tuple[str, ...]) -> bool:
 
 
 def is_tied(model: Module) -> bool:
-    """Whether the head of a language model and its embedding table are one weight."""
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    return tied and isinstance(model, PretrainedModel) and getattr(model, "score", None) is None
+    """Whether the head of a model and its embedding table are one weight."""
+    config = getattr(model, "config", None)
+    if not isinstance(model, PretrainedModel) or not getattr(config, "tie_word_embeddings", False):
+        return False
+    return model.task == FILL_MASK if isinstance(model, Encoder) else model.task is None
 
 
 def _own_name(model: Module, name: str) -> str | None:
@@ -254,19 +266,22 @@ def _own_name(model: Module, name: str) -> str | None:
 
 
 def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
-    """The layers' names in the base model's files, keyed by the model's names."""
-    front = _front(model)
-    return {name: name.removeprefix(front) for one in chosen for name in one.names}
+    """The layers' names in transformers' model, keyed by the model's names."""
+    return {name: _their_name(model, name) for one in chosen for name in one.names}
 
 
-def _front(model: Module) -> str:
-    """The prefix that names in files lack if the model has no head: in transformers that is another class."""
-    headless = getattr(model, "lm_head", model) is None and getattr(model, "score", None) is None
-    return (
-        model.family.names.headless_prefix
-        if isinstance(model, PretrainedModel) and headless
-        else ""
-    )
+def _their_name(model: Module, name: str) -> str:
+    """The name in transformers' model of the layer that has this name in ours.
+
+    The body of an encoder with a head has a prefix there; a decoder without its head lacks one.
+    """
+    if not isinstance(model, PretrainedModel):
+        return name
+    names = model.family.names
+    if names.body is not None:
+        return names.body.file_names(f"{name}.weight")[0].removesuffix(".weight")
+    headless = getattr(model, "lm_head", model) is None and model.task is None
+    return name.removeprefix(names.headless_prefix) if headless else name
 
 
 def tensor(name: str, part: str) -> str:
@@ -281,14 +296,14 @@ def tensor(name: str, part: str) -> str:
 
 def biases(model: Module, chosen: Sequence[TargetLayer]) -> dict[str, str]:
     """PEFT's names of the biases that are trained together with the chosen layers, keyed by the model's names."""
-    kind, front = bias_of(chosen), _front(model)
+    kind = bias_of(chosen)
     if kind == "none":
         return {}
     adapted = {f"{name}.bias" for one in chosen for name in one.names}
     names = [n for n in model.raw_state_dict() if n.endswith(".bias")]
     return {
         name: tensor(
-            name.removeprefix(front).removesuffix(".bias"),
+            _their_name(model, name.removesuffix(".bias")),
             "base_layer.bias" if name in adapted else "bias",
         )
         for name in names
@@ -297,14 +312,26 @@ def biases(model: Module, chosen: Sequence[TargetLayer]) -> dict[str, str]:
 
 
 def head_weights(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
-    """PEFT's names of the weights of a decoder's ``score``, keyed by the model's names; none if it has LoRA weights.
+    """PEFT's names of the weights of a head for texts, tokens or answers, keyed by the model's names.
 
-    PEFT takes this head for trained in every adapter for classification, and opens none without it.
+    PEFT takes this head for trained in every adapter of its task, and opens none without it. There are none if the
+    head has LoRA weights.
     """
-    adapted = any("score" in one.names for one in chosen)
-    if adapted or not isinstance(model, PretrainedModel) or getattr(model, "score", None) is None:
+    head = _head(model)
+    adapted = any(_is_part(name, head) for one in chosen for name in one.names)
+    if adapted or head is None:
         return {}
-    return {n: f"{_FRONT}{n}" for n in model.raw_state_dict() if n.startswith("score.")}
+    return {n: f"{_FRONT}{n}" for n in model.raw_state_dict() if _is_part(n, head)}
+
+
+def _head(model: Module) -> str | None:
+    """The name of the module that PEFT takes for the model's head; None if it has no such task or module."""
+    _, names = _TASKS.get(getattr(model, "task", None) or "", ("", ()))
+    return next((name for name in names if getattr(model, name, None) is not None), None)
+
+
+def _is_part(name: str, module: str | None) -> bool:
+    return module is not None and f"{name}.".startswith(f"{module}.")
 
 
 def bias_of(chosen: Iterable[TargetLayer]) -> str:
@@ -327,13 +354,16 @@ def config_of(
     alpha = Counter(a.alpha for a in adapters.values()).most_common(1)[0][0]
     number = lambda value: int(value) if float(value).is_integer() else value
     config = getattr(model, "hf_config", None) or {}
-    task, head = None, head_weights(model, chosen)
-    if isinstance(model, PretrainedModel):
-        has = lambda head: getattr(model, head, None) is not None
-        task = "CAUSAL_LM" if has("lm_head") else None if has("score") else "FEATURE_EXTRACTION"
+    task, head = None, _head(model) if head_weights(model, chosen) else None
+    if head is not None:
+        task, _ = _TASKS[model.task]  # type: ignore[attr-defined]
+    elif isinstance(model, LanguageModel) and model.lm_head is not None:
+        task = "CAUSAL_LM"
+    elif isinstance(model, PretrainedModel) and model.task is None:
+        task = "FEATURE_EXTRACTION"
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if head else task,
+        "task_type": task,
         "base_model_name_or_path": base or config.get("_name_or_path"),
         "inference_mode": True,
         "r": rank,
@@ -349,7 +379,7 @@ def config_of(
         "bias": bias_of(chosen),
         "fan_in_fan_out": bool(linear) and all(isinstance(one, TransposedLinear) for one in linear),
         "init_lora_weights": True,
-        "modules_to_save": ["score"] if head else None,
+        "modules_to_save": None if head is None else [head],
     }
 
 
@@ -368,8 +398,7 @@ def _target_modules(model: Module, adapted: list[str]) -> list[str] | str:
     there = Counter(name.rsplit(".", 1)[-1] for name in every)
     short = [end for end, count in taken.items() if there[end] == count]
     found = sorted(short) + [name for name in adapted if name.rsplit(".", 1)[-1] not in short]
-    front = _front(model)
-    modules = {prefix.removesuffix(".").removeprefix(front) for prefix in Walk(model).prefixes}
+    modules = {_their_name(model, prefix.removesuffix(".")) for prefix in Walk(model).prefixes}
     ends = (
         parts[k:]
         for name in modules - {*adapted}

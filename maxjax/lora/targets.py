@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import UserInputError, closest, some
+from ..models.family import PretrainedModel
+from ..models.names import matcher
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.layer.walk import Walk
@@ -86,8 +88,8 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
 
     Args:
         patterns: glob patterns of full names (``"*.q_proj"``) or endings of names (``"q_proj"``), as PEFT's
-            ``target_modules``; None means all linear layers except a language model's head and those in
-            mixtures of experts, and no embedding tables.
+            ``target_modules``; None means all linear layers except those of a head and those in mixtures of
+            experts, and no embedding tables.
 
     Raises:
         UserInputError: a pattern matches no layer; the message suggests the nearest name.
@@ -97,7 +99,13 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
     if patterns is None:
         linear = [one for one in every if not isinstance(one.layer, Embedding)]
         names = [name for one in linear if not one.in_mixture for name in one.names]
-        names = [name for name in names if name.rsplit(".", 1)[-1] not in _HEADS]
+        body = model.family.names.body if isinstance(model, PretrainedModel) else None
+        head = matcher(() if body is None else body.head)
+        names = [
+            name
+            for name in names
+            if name.rsplit(".", 1)[-1] not in _HEADS and not head.fullmatch(f"{name}.weight")
+        ]
         if not names:
             raise UserInputError(
                 f"{type(model).__name__} has no linear layer to add LoRA weights to"

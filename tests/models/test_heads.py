@@ -476,6 +476,58 @@ def test_a_head_is_tuned_with_lora(tmp_path):
     np.testing.assert_array_equal(logits(again)["logits"], logits(merged)["logits"])
 
 
+ADAPTERS = {
+    "fill-mask": (None, None, "bert.encoder"), "tag": ("TOKEN_CLS", "classifier", "bert.encoder"),
+    "answer": ("QUESTION_ANS", "qa_outputs", "bert.encoder"), "classify": ("SEQ_CLS", "classifier", "bert.encoder"),
+    None: ("FEATURE_EXTRACTION", None, "encoder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", ADAPTERS)
+def test_adapters_have_the_names_and_the_head_of_peft(tmp_path, task):
+    kind, head, front = ADAPTERS[task]
+    model = made({**KINDS, None: BertModel}[task])
+    layers = maxjax.lora.add(model, rank=2, key=jax.random.key(1))
+    tuned = jax.tree.map(lambda x: x + 0.01, layers)
+    maxjax.lora.save(tmp_path, tuned)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == (kind, head and [head])
+    found = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    of_head = {name for name in found if head is not None and f".{head}." in name}
+    assert of_head == (
+        {f"base_model.model.{head}.{n}" for n in ("weight", "bias")} if head else set()
+    )
+    layer = f"base_model.model.{front}.layer.0.attention.self.query.lora_A.weight"
+    assert layer in found and not any("cls." in name for name in found)
+    base = jax.tree.map(lambda x: x, maxjax.lora.remove(tuned))
+    again = maxjax.lora.load(base, tmp_path)
+    for name, weight in again.raw_state_dict().items():
+        np.testing.assert_array_equal(
+            weight.value, tuned.raw_state_dict()[name].value, err_msg=name
+        )
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("task", ["tag", "classify", "answer", "fill-mask"])
+def test_peft_opens_an_adapter(tmp_path, task):
+    import peft
+
+    model = made(KINDS[task])
+    maxjax.save_pretrained(model, tmp_path / "base")
+    layers = maxjax.lora.add(model, rank=2, key=jax.random.key(1))
+    tuned = jax.tree.map(lambda x: x + 0.01, layers)
+    base = maxjax.lora.remove(tuned)
+    maxjax.save_pretrained(base, tmp_path / "base")
+    maxjax.lora.save(tmp_path / "adapter", tuned)
+    theirs = opened(KINDS[task].__name__, tmp_path / "base")
+    found = logits_of(IDS, MASK)(
+        peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    )
+    for one, other in zip(found, logits(tuned).values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
 @pytest.mark.parametrize("axes", [{"model": 2}, {"fsdp": 2}, {"data": 2, "model": 2, "fsdp": 2}])
 def test_logits_on_meshes(axes):
     model = made()
