@@ -9,9 +9,11 @@ import pytest
 import maxjax
 from maxjax.engine.answer import Answer
 from maxjax.engine.fill_mask import FilledMask
+from maxjax.engine.heads import _token_logits
 from maxjax.engine.tag import Tag
 from maxjax.errors import UserInputError
 from tests.engine.head_models import KINDS, LABELS, MASKS, drawn_texts, write
+from tests.models.parts.test_score import scored
 from tests.oracles.recorded import FOLDER, recorded, transformers
 
 TEXTS = ["The cat sat on Bob's mat.", "", "猫 and 🐱", *drawn_texts(30)]
@@ -330,3 +332,38 @@ def test_on_a_mesh(loaded, head):
     sharded, _ = maxjax.load(folder, mesh=jax.make_mesh((4, 2), ("data", "model")))
     for found, expected in zip(calls[head](sharded), calls[head](model), strict=True):
         np.testing.assert_allclose(found, expected, 1e-3)
+
+
+def test_programs_are_compiled_once_for_each_shape(loaded):
+    _, model, tokenizer = loaded("bert", "TokenClassification", labels=LABELS)
+    maxjax.tag(model, tokenizer, ["the cat", "is it?", "on the mat"])
+    before = _token_logits._cache_size()
+    maxjax.tag(model, tokenizer, ["sat", "where is the cat?", "find it"])
+    assert _token_logits._cache_size() == before
+
+
+def test_dtype_and_capture(loaded):
+    folder, model, tokenizer = loaded("bert", "TokenClassification", labels=LABELS)
+    half, _ = maxjax.load(folder, dtype="bfloat16")
+    found = maxjax.tag(half, tokenizer, TEXTS[:3], ignore_labels=(), aggregation="none")
+    expected = maxjax.tag(model, tokenizer, TEXTS[:3], ignore_labels=(), aggregation="none")
+    scores = [[tag.score for row in rows for tag in row] for rows in (found, expected)]
+    np.testing.assert_allclose(*scores, atol=0.1)
+    with maxjax.capture(model, "encoder.layer.*") as taken:
+        again = maxjax.tag(model, tokenizer, TEXTS[:3], ignore_labels=(), aggregation="none")
+    assert taken
+    np.testing.assert_allclose([t.score for row in again for t in row], scores[1], 1e-4)
+
+
+def test_a_decoder_classifies_as_in_transformers(tmp_path):
+    folder = scored(tmp_path, 3)
+    texts = [text for text in TEXTS[3:] if text.strip()]
+
+    def theirs():
+        found = pipeline("text-classification", folder, top_k=None)(texts)
+        return [[[one["label"], one["score"]] for one in row] for row in found]
+
+    found = maxjax.classify(*maxjax.load(folder), texts)
+    for row, wanted in zip(found, recorded(theirs), strict=True):
+        assert [one.label for one in row] == [label for label, _ in wanted]
+        np.testing.assert_allclose([one.score for one in row], [b for _, b in wanted], 2e-3, 1e-4)
