@@ -18,8 +18,8 @@ from ..graph.weights.gathering import Gathering
 from ..graph.weights.writing import outgoing_data, weight_data
 from ..lockstep import Lockstep
 from ..models import PretrainedModel
+from ..models.config import quantization_settings
 from ..models.pooling import Pooling
-from ..models.quantized import KEY as QUANTIZATION
 from ..models.quantized import with_blocks
 from ..models.sentence_files import pooling_files
 from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
@@ -282,7 +282,7 @@ def refuse_quantised(config: Mapping[str, Any] | None) -> None:
     Raises:
         UserInputError: it has a ``quantization_config``.
     """
-    if config is not None and config.get(QUANTIZATION):
+    if config is not None and quantization_settings(config) is not None:
         raise UserInputError(
             "the weights are quantised as 'quantization_config' says, in several tensors each, and cannot "
             "be written in another dtype: leave dtype out"
@@ -308,7 +308,7 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
         >>> with_dtype({"dtype": "float32", "text_config": {"dtype": "float32"}}, DType.bfloat16)
         {'dtype': 'bfloat16', 'text_config': {'dtype': 'bfloat16'}}
     """
-    if config.get(QUANTIZATION) or dtype is None:
+    if quantization_settings(config) is not None or dtype is None:
         return {key: value for key, value in config.items() if key != "dtype" or value is not None}
     found = {**config, **{key: dtype.name for key in ("dtype", "torch_dtype") if key in config}}
     if isinstance(text := config.get("text_config"), Mapping):

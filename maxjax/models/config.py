@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 from ..elsewhere import check_keywords
 from ..errors import CheckpointFormatError, UnsupportedModelError
 from ..paths import local_path
+from ..storage.files import is_there
 from ..storage.strict_json import load_json
 from .unread import ReadTracker
 
@@ -218,6 +219,42 @@ def short(value: Any, limit: int = 60) -> str:
     # Cut before repr: a string of a file can be megabytes long.
     text = repr(value[:limit] if isinstance(value, str) else value)
     return text if len(str(value)) <= limit else f"{text[:limit]}…"
+
+
+def read_config(path: str | os.PathLike[str], folder: Any) -> dict[str, Any]:
+    """The content of a ``config.json``, with the quantisation that modelopt writes beside it.
+
+    Args:
+        path: path of the file.
+        folder: directory that may have ``hf_quant_config.json``.
+
+    Raises:
+        CheckpointFormatError: one of the files is not a JSON object.
+        CheckpointError: a file cannot be read.
+    """
+    config, file = read_object(path), folder / "hf_quant_config.json"
+    if quantization_settings(config) is None and is_there(file):
+        given = read_object(file).get("quantization")
+        if isinstance(given, Mapping) and given.get("quant_algo"):
+            return {**config, "quantization_config": {**given, "quant_method": "modelopt"}}
+    return config
+
+
+def quantization_settings(raw: Mapping[str, Any]) -> Any:
+    """The object of a ``config.json`` that says how the weights are quantised; None: they are not.
+
+    MLX calls it ``quantization``, without a ``quant_method``; here it has the method "mlx".
+
+    Example:
+        >>> quantization_settings({"quantization": {"group_size": 64, "bits": 4}})
+        {'group_size': 64, 'bits': 4, 'quant_method': 'mlx'}
+    """
+    for key in ("quantization_config", "quantization"):
+        given = raw.get(key)
+        if isinstance(given, Mapping) and {"group_size", "bits"} <= given.keys():
+            if given.get("quant_method") is None:
+                return {**given, "quant_method": "mlx"}
+    return raw.get("quantization_config") or None
 
 
 def labels_of(raw: Mapping[str, Any]) -> int:

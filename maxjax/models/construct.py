@@ -18,7 +18,7 @@ from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
 from ..storage.save.beside import Files
 from .bounds import check_bounds
-from .config import labels_of, read_object
+from .config import labels_of, read_config
 from .family import PretrainedModel, one_head, tensors
 from .find import find_family, text_of
 from .names import unwrapped
@@ -82,7 +82,7 @@ def build(
     quantization = Quantization.of(raw, path=path)
     plain = raw
     if quantization is not None and not isinstance(weights, GGUFWeights):
-        plain = {key: value for key, value in raw.items() if key != _QUANTIZATION}
+        plain = {k: v for k, v in raw.items() if k not in (_QUANTIZATION, "quantization")}
     settings = family.config.from_dict(plain, path=path)
     tie_setting, headless = getattr(settings, "tie_word_embeddings", None), False
     if tie_setting is not None:
@@ -130,7 +130,7 @@ def _config(
         return config, None
     if config is not None:
         path = Path(local_path(config))
-        return read_object(path), path
+        return read_config(path, path.parent), path
     if isinstance(weights, GGUFWeights):
         from .gguf import config_of
 
@@ -139,7 +139,7 @@ def _config(
         raise UserInputError("arrays alone do not say which model they are of: pass its config")
     with weights._beside.files() as folder:
         path = config_beside(folder)
-        return read_object(path), path
+        return read_config(path, folder), path
 
 
 def config_beside(path: str | os.PathLike[str]) -> Path:

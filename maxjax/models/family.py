@@ -25,6 +25,7 @@ from ..nn.linear import ColumnParallelLinear, Linear
 from ..nn.stacked_linear import StackedLinear
 from .config import ModelConfig
 from .names import CACHE_SCALES, Names, matcher, multimodal_rows, unwrapped
+from .quantized.tables import dense_tables
 
 if TYPE_CHECKING:
     from .gguf.table import GGUFTable
@@ -263,6 +264,7 @@ class PretrainedModel(Module):
             found = self._tied(self.family.read(found), tie)
             unused = matcher(self.unused_tensors)
             found = {name: value for name, value in found.items() if not unused.fullmatch(name)}
+            found = dense_tables(self, found)
             return super().load_state_dict(self._decoded(found), **options)
         except ValueError as error:
             if path is None or getattr(error, "path", None) is not None:

@@ -15,7 +15,7 @@ from ..errors import UnsupportedModelError
 from .registry import ENTRIES
 
 # Keys outside ``text_config`` that apply to the text model too.
-_TOP_LEVEL = ("quantization_config", "dtype", "torch_dtype", "eos_token_id")
+_TOP_LEVEL = ("quantization_config", "quantization", "dtype", "torch_dtype", "eos_token_id")
 _TIE = "tie_word_embeddings"
 # Keys that mean the same as another one, which files may have instead.
 _ALSO = {"num_local_experts": "num_experts"}

@@ -16,7 +16,7 @@ E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 NAMES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bfloat16": "BF16", "float16": "F16",
     "float32": "F32", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8",
-    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e8m0fnu": "F8_E8M0", "uint32": "U32",
 }  # fmt: skip
 
 
@@ -206,6 +206,82 @@ def awq(group=32):
     return Case(config, quantise)
 
 
+def auto_round(packing, bits=4, group=32, symmetric=False):
+    """AutoRound writes what GPTQ or AWQ writes, with settings of its own."""
+    form = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": ""}.get(packing, "gptq_v2")
+    of = gptq(bits, group, form=form, symmetric=symmetric) if form else awq(group)
+
+    def quantise(w, rng):
+        found, values = of.quantise(w, rng)
+        found.pop("g_idx", None)
+        return found, values
+
+    config = {
+        "quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": group,
+        "sym": symmetric, "data_type": "int", "autoround_version": "0.8.0", "iters": 200,
+        "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+    }  # fmt: skip
+    return Case(config, quantise)
+
+
+def mlx(bits=4, group=64, own=None):
+    """``affine``: q · scale + bias."""
+
+    def quantise(w, rng):
+        most, groups = 2**bits - 1, w.reshape(len(w), -1, group)
+        low, high = groups.min(2), groups.max(2)
+        scale = np.maximum((high - low) / most, 1e-7).astype(np.float16)
+        bias = low.astype(np.float16)
+        s, b = (a.astype(np.float64)[..., None] for a in (scale, bias))
+        q = np.clip(np.rint((groups - b) / s), 0, most)
+        found = {"weight": words(q.reshape(w.shape), bits, 1).view(np.uint32)}
+        return found | {"scales": scale, "biases": bias}, (q * s + b).reshape(w.shape)
+
+    config = {"group_size": group, "bits": bits, "mode": "affine", **(own or {})}
+    return Case(config, quantise)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def nvfp4(config, second, weight="weight", divides=False):
+    """Blocks of 16 numbers of 4 bits, each with a scale of 8 bits, and one scale for them all."""
+
+    def quantise(w, rng):
+        blocks = w.reshape(len(w), -1, 16)
+        whole = np.float32(np.abs(w).max() / (6 * 448))
+        scale = (np.abs(blocks).max(2) / 6 / whole).astype(np.float32).astype(E4M3)
+        stored = np.float32(1) / whole if divides else whole
+        of_all = 1 / np.float64(stored) if divides else np.float64(stored)
+        each = scale.astype(np.float64)[..., None] * of_all
+        q = nearest((blocks / np.where(each == 0, 1, each)).reshape(-1), E2M1).reshape(w.shape)
+        values = E2M1[q] * np.repeat(each[..., 0], 16, axis=1)
+        q = q.astype(np.uint8)
+        found = {weight: q[:, 0::2] | q[:, 1::2] << 4, "weight_scale": scale}
+        more = "input_global_scale" if divides else "input_scale"
+        one = stored.reshape(1) if divides else stored
+        return {**found, second: one, more: np.ones_like(one)}, values
+
+    return Case(config, quantise)
+
+
+def modelopt_fp8():
+    def quantise(w, rng):
+        q, s, values = scaled(w, w.shape, E4M3, 448)
+        one = {"input_scale": np.float32(0.5)}
+        return {"weight": q, "weight_scale": s.reshape(()), **one}, values
+
+    return Case({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, quantise)
+
+
+MODELOPT_NVFP4 = nvfp4(
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, "weight_scale_2"
+)
+NVFP4 = {
+    "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
+    "dynamic": False,
+}  # fmt: skip
+
 # The levels of 4-bit NormalFloat (arXiv:2305.14314, appendix E), and those of fp4.
 NF4 = [
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -297,6 +373,19 @@ CASES = {
     "bitsandbytes nf4": bitsandbytes4(),
     "bitsandbytes fp4": bitsandbytes4("fp4", nested=False),
     "bitsandbytes int8": bitsandbytes8(),
+    "auto-round gptq": auto_round("auto_round:auto_gptq"),
+    "auto-round gptqmodel": auto_round("auto_round:gptqmodel", 8, 64, symmetric=True),
+    "auto-round awq": auto_round("auto_round:auto_awq"),
+    "mlx 4": mlx(),
+    "mlx 8": mlx(8, 32),
+    "modelopt fp8": modelopt_fp8(),
+    "modelopt nvfp4": MODELOPT_NVFP4,
+    "compressed nvfp4": nvfp4(
+        compressed(NVFP4, "nvfp4-pack-quantized", NVFP4),
+        "weight_global_scale",
+        "weight_packed",
+        True,
+    ),
 }
 
 SMALL = {

@@ -26,7 +26,9 @@ from maxjax.nn.quantized import QuantizedLinear
 from tests.models.decoders import call, chosen, ids_of
 from tests.models.quantizers import (
     CASES,
+    auto_round,
     gptq,
+    mlx,
     repository,
     tensors_of,
     write,
@@ -34,7 +36,9 @@ from tests.models.quantizers import (
 from tests.products import ALL, campaign_but
 
 # The cases of which each has something that no other has.
-SOME = ["fp8 blocks", "pack-quantized 4 order", "gptq 4 order", "awq", "bitsandbytes nf4"]
+SOME = [
+    "fp8 blocks", "pack-quantized 4 order", "gptq 4 order", "awq", "bitsandbytes nf4", "mlx 4", "compressed nvfp4",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +194,89 @@ def test_no_dense_copy_of_the_model(name, made):
         assert found < plain + 6 * matrix
 
 
+# -- files of one writer
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_tables_of_mlx(key, tmp_path, caplog):
+    """MLX quantises tables of embeddings too, and names layers with settings of their own."""
+    case = mlx(own={"model.layers.0.mlp.up_proj": {"group_size": 32, "bits": 8}, "lm_head": False})
+    (config, packed), (plain, floats) = tensors_of(case, num_hidden_layers=1)
+    config[key] = config.pop("quantization_config")
+    rng = np.random.default_rng(0)
+    for name, one, shape in (
+        ("model.layers.0.mlp.up_proj", mlx(8, 32), (192, 128)),
+        ("model.embed_tokens", mlx(), (96, 128)),
+    ):
+        found, values = one.quantise(rng.normal(0, 0.1, shape), rng)
+        packed.pop(f"{name}.weight")
+        packed |= {f"{name}.{key}": value for key, value in found.items()}
+        floats[f"{name}.weight"] = values.astype(np.float32)
+    directory, ids = write(tmp_path / "q", config, packed), ids_of(2, 6)
+    expected = call(loaded(write(tmp_path / "f", plain, floats)), ids)
+    with caplog.at_level("INFO", "maxjax"):
+        model = loaded(directory)
+    assert "'model.embed_tokens.weight' is dequantised" in caplog.text
+    near(call(model, ids), expected)
+    near(call(loaded(directory, mesh=maxjax.make_mesh(model=2)), ids), expected)
+    # Saved, the table is floats, and the file opens.
+    maxjax.save_pretrained(model, tmp_path / "saved")
+    saved = raw(tmp_path / "saved")
+    assert (
+        saved["model.embed_tokens.weight"][0] == "F32" and "model.embed_tokens.scales" not in saved
+    )
+    assert (
+        saved["model.layers.0.mlp.up_proj.weight"]
+        == raw(directory)["model.layers.0.mlp.up_proj.weight"]
+    )
+    near(call(loaded(tmp_path / "saved"), ids), expected)
+    for to in ("w.gguf", "w.safetensors"):
+        with pytest.raises((UnsupportedModelError, UserInputError), match="quantization_config"):
+            convert(directory, tmp_path / to, dtype=None if "gguf" in to else "bfloat16")
+
+
+def test_the_file_that_modelopt_writes_beside_the_configuration(tmp_path):
+    """``hf_quant_config.json``, and scales of a cache in FP8, which have no effect."""
+    (config, packed), (plain, floats) = tensors_of(CASES["modelopt nvfp4"], num_hidden_layers=1)
+    del config["quantization_config"]
+    packed["model.layers.0.self_attn.k_proj.k_scale"] = np.float32(2)
+    directory, ids = write(tmp_path / "q", config, packed), ids_of(2, 6)
+    beside = {
+        "producer": {"name": "modelopt", "version": "0.35.0"},
+        "quantization": {
+            "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
+            "exclude_modules": ["lm_head"],
+        },
+    }  # fmt: skip
+    (directory / "hf_quant_config.json").write_text(json.dumps(beside))
+    expected = call(loaded(write(tmp_path / "f", plain, floats)), ids)
+    model = loaded(directory)
+    near(call(model, ids), expected)
+    assert maxjax.plan(directory).total_bytes == sum(
+        array.nbytes for name, array in packed.items() if "k_scale" not in name
+    )
+    maxjax.save_pretrained(model, tmp_path / "saved")
+    near(call(loaded(tmp_path / "saved"), ids), expected)
+    convert(directory, tmp_path / "copy")
+    near(call(loaded(tmp_path / "copy"), ids), expected)
+
+
+def test_settings_of_single_layers_of_auto_round(tmp_path):
+    (config, packed), (plain, floats) = tensors_of(CASES["auto-round gptq"], num_hidden_layers=1)
+    name, rng = "model.layers.0.mlp.up_proj", np.random.default_rng(0)
+    found, values = auto_round("auto_round:auto_gptq", 8, 64).quantise(
+        rng.normal(size=(192, 128)), rng
+    )
+    packed |= {f"{name}.{key}": value for key, value in found.items()}
+    floats[f"{name}.weight"] = values.astype(np.float32)
+    config["quantization_config"]["extra_config"][name] = {"bits": 8, "group_size": 64}
+    directory, ids = write(tmp_path / "q", config, packed), ids_of(2, 6)
+    near(call(loaded(directory), ids), call(loaded(write(tmp_path / "f", plain, floats)), ids))
+    config["quantization_config"]["extra_config"][name] = {"bits": 16}
+    with pytest.raises(UnsupportedModelError, match=f"'{name}', which has 16 bits"):
+        loaded(write(tmp_path / "whole", config, packed))
+
+
 # -- which layers are quantised
 
 
@@ -265,7 +352,7 @@ def test_a_quantised_head(tmp_path):
 
 @pytest.mark.default("gptq 4 order")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order", "modelopt nvfp4"])
 def test_experts(name, tmp_path):
     """Stacked experts, of which those that no token chose are left out."""
     settings = {

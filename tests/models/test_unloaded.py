@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import maxjax
-from maxjax.errors import CheckpointChangedError, UnsupportedModelError
+from maxjax.errors import CheckpointChangedError
 from maxjax.models.bert import BertConfig, BertForMaskedLM, BertModel
 from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
 from maxjax.models.gemma4 import Gemma4, Gemma4Config
@@ -238,25 +238,6 @@ def test_scales_of_a_cache_in_fp8_have_no_effect(tmp_path, scales, caplog):
     assert model.config == config and not caplog.records
     maxjax.save_pretrained(model, tmp_path / "b")
     assert load_file(tmp_path / "b" / WEIGHTS).keys() == load_file(source / WEIGHTS).keys()
-
-
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_a_repository_of_mlx_is_refused_by_name_everywhere(tmp_path, key):
-    config = lambda raw: {**raw, key: {"group_size": 64, "bits": 4}}
-    source = written(
-        tmp_path / "a", Llama(LlamaConfig(60, 16, 24, num_hidden_layers=1, num_attention_heads=2)), config, str,
-        {"model.layers.0.mlp.up_proj.scales": np.ones((24, 1), np.float16)},
-    )  # fmt: skip
-    for call in (
-        maxjax.load, maxjax.plan, lambda path: maxjax.build(maxjax.load_weights(path)),
-        lambda path: maxjax.checkpoint.convert(path, tmp_path / "b"),
-        lambda path: maxjax.checkpoint.convert(path, tmp_path / "b.gguf"),
-    ):  # fmt: skip
-        with pytest.raises(
-            UnsupportedModelError, match=f"MLX's quantisation .'{key}' in config.json. is not"
-        ):
-            call(source)
-    assert [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
 BASES = {

@@ -20,7 +20,7 @@ from ...errors import (
 )
 from ...graph.weights import FileWeights, GGUFWeights, WeightData, load_weights
 from ...models import find_family
-from ...models.config import ModelConfig, read_object
+from ...models.config import ModelConfig, read_config
 from ...models.family import Family
 from ...models.family import tensors as model_tensors
 from ...models.gguf import config_of
@@ -28,7 +28,7 @@ from ...models.gguf.sampling import sampling_config
 from ...models.gguf.tokenizer.read import HF_JSON, end_ids
 from ...models.names import unwrapped
 from ...models.pooling import gguf_pooling
-from ...models.quantized import refuse_mlx, with_blocks
+from ...models.quantized import with_blocks
 from ...models.ties import is_tied, says_tied, with_tie
 from ...storage.digests import MAX_SIDECARS
 from ...storage.files import OpenFile, is_there
@@ -88,9 +88,8 @@ def _opened(source: str | os.PathLike[str], weights: FileWeights, is_single: boo
     found = {name: weights[name].data() for name in table.entries}
     with weights._beside.files(copied=not is_single) as folder:
         file = folder / "config.json"
-        config = read_object(file) if is_there(file) else None
+        config = read_config(file, folder) if is_there(file) else None
         if config is not None:
-            refuse_mlx(config, path=path)
             config = _with_true_tie(config, found, path)
         # A single file may have any neighbours; with a config.json they are those of a model. They stay
         # open, as they may be replaced while a large checkpoint is converted.

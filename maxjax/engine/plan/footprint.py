@@ -37,10 +37,9 @@ from ...graph.shape import StaticDim
 from ...graph.weights import FileWeights, GGUFWeights
 from ...models import LanguageModel, PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
-from ...models.config import read_object
+from ...models.config import read_config
 from ...models.gguf import config_of
 from ...models.parts.config import LanguageModelConfig, groups_of_config
-from ...models.quantized import refuse_mlx
 from ...nn.attention import AttentionWithRope
 from ...nn.kv_cache.kinds import KeysValues, LatentVectors
 from ...nn.kv_cache.layout import cache_layout
@@ -293,10 +292,9 @@ def of_checkpoint(weights: FileWeights, rules: Mapping[str, Any] | None = None) 
         if isinstance(weights, GGUFWeights):
             return _of_gguf(weights, rules)
         with weights._beside.files() as folder:
-            config = read_object(config_beside(folder))
+            config = read_config(config_beside(folder), folder)
     except CheckpointMissingError:
         return _of_names(weights, None, rules)
-    refuse_mlx(config)
     try:
         find_family(config)
         return _of_model(weights, config, rules)

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Self
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
 from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
-from ..config import ModelConfig, config_field, field_value
+from ..config import ModelConfig, config_field, field_value, quantization_settings
 from ..multimodal import text_settings
 from ..unread import ReadTracker, warn_of_unread
 from .aliases import Alias, spelling
@@ -394,9 +394,9 @@ class LanguageModelConfig(ArchitectureConfig):
 
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError for a file with settings of quantised weights, which only a load applies."""
-    if not raw.get("quantization_config"):
+    method = quantization_settings(raw)
+    if method is None:
         return
-    method = raw["quantization_config"]
     method = method.get("quant_method") if isinstance(method, Mapping) else None
     raise UnsupportedModelError(
         f"'quantization_config' (quant_method {str(method)[:60]!r}): weights that are quantised so cannot be "

@@ -18,40 +18,16 @@ from ...nn.layer import ExpertStack, Module
 from ...nn.linear import ColumnParallelLinear, Linear
 from ...nn.quantized import QuantizedLinear, QuantLayout
 from ...nn.stacked_linear import StackedLinear
-from ..config import short
+from ..config import quantization_settings, short
 from .layouts import Found, LayoutOf
 from .methods import BLOCKS, METHODS
 from .methods import with_blocks as with_blocks
 from .settings import KEY as KEY
 from .settings import QuantSettings
+from .tables import dense_tables as dense_tables
 
 _FLOATS = (DType.float16, DType.bfloat16, DType.float32, DType.float64)
 _LINEAR = (Linear, ColumnParallelLinear, StackedLinear)
-
-
-def refuse_mlx(config: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None) -> None:
-    """Refuses a repository that MLX has quantised: its ``quantization`` has ``bits``, and no ``quant_method``.
-
-    Raises:
-        UnsupportedModelError: it is one.
-
-    Example:
-        >>> refuse_mlx({"quantization": {"group_size": 64, "bits": 4}})
-        Traceback (most recent call last):
-        ...
-        maxjax.errors.UnsupportedModelError: MLX's quantisation ('quantization' in config.json) is not supported
-        (supported: fp8, ...). Convert the original model, or load its GGUF file.
-    """
-    for key in ("quantization", KEY):
-        given = config.get(key)
-        if not isinstance(given, Mapping) or not {"group_size", "bits"} <= given.keys():
-            continue
-        if given.get("quant_method") is None:
-            where = f"{os.fspath(path)}: " if path is not None else ""
-            raise UnsupportedModelError(
-                f"{where}MLX's quantisation ('{key}' in config.json) is not supported (supported: "
-                f"{', '.join(METHODS)}). Convert the original model, or load its GGUF file."
-            )
 
 
 @dataclass(frozen=True)
@@ -84,9 +60,8 @@ class Quantization:
             >>> Quantization.of({"hidden_size": 8}) is None
             True
         """
-        refuse_mlx(config, path=path)
-        raw = config.get(KEY)
-        if not raw:
+        raw = quantization_settings(config)
+        if raw is None:
             return None
         if not isinstance(raw, Mapping):
             raise CheckpointFormatError(f"'{KEY}' is not an object", path=path)
@@ -199,7 +174,7 @@ def unquantised(found: Mapping[str, WeightData]) -> dict[str, WeightData]:
 
 # Suffixes of tensors of quantised linear layers, in any format.
 _TENSORS = (
-    ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".weight.absmax",
+    ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".weight.absmax", ".scales",
 )  # fmt: skip
 
 

@@ -157,3 +157,34 @@ def packed(
     return QuantLayout(
         "pack_quantized", out, inner, (*tensors, *unused(entries, *ignored)), options
     )
+
+
+def nvfp4(
+    out: int,
+    inner: int,
+    entries: Found,
+    *,
+    second: str,
+    weight: str = "weight",
+    divides: bool = False,
+    ignored: Sequence[str] = (),
+) -> QuantLayout:
+    """The layout of NVFP4: E2M1 numbers in blocks of 16 columns, with a scale in e4m3 each.
+
+    Args:
+        second: name of the scale of all blocks.
+        weight: name of the numbers, two in a byte.
+        divides: whether blocks' scales are divided by ``second``, and not multiplied by it.
+        ignored: names of tensors that are loaded but not used.
+    """
+    blocks = count_blocks(inner, 16)
+    tensors = [
+        tensor(entries, weight, DType.uint8, [((out, count_blocks(inner, 2)), (0, 1))]),
+        tensor(
+            entries, "weight_scale", DType.float8_e4m3fn,
+            [((out, blocks), (0, 1 if blocks > 1 else None))],
+        ),
+        tensor(entries, second, DType.float32, SINGLE),
+    ]  # fmt: skip
+    options = (("weight", weight), ("second", second), ("divides", divides))
+    return QuantLayout("nvfp4", out, inner, (*tensors, *unused(entries, *ignored)), options)

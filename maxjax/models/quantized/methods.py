@@ -21,6 +21,7 @@ from .layouts import (
     LayoutOf,
     count_blocks,
     group_indices,
+    nvfp4,
     packed,
     scaled,
     tensor,
@@ -66,7 +67,7 @@ def _fbgemm(settings: QuantSettings) -> Callable[[str], LayoutOf]:
 # The supported values of ``format``, and the types of numbers that each allows.
 _COMPRESSED = {
     "float-quantized": ("float",), "naive-quantized": ("float", "int"), "int-quantized": ("int",),
-    "pack-quantized": ("int",),
+    "pack-quantized": ("int",), "nvfp4-pack-quantized": ("float",),
 }  # fmt: skip
 
 
@@ -134,6 +135,15 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
     weights = group.part("weights")
     if weights is None:
         raise group.refused("no weights")
+    if kind == "nvfp4-pack-quantized":
+        for key, value in (
+            ("type", "float"),
+            ("num_bits", 4),
+            ("group_size", 16),
+            ("symmetric", True),
+        ):
+            weights.only(key, value)
+        return _nvfp4_packed
     number = weights.only("type", *_COMPRESSED[kind], default="int")
     if kind == "pack-quantized":
         # For other widths there are two ways of packing numbers into words.
@@ -176,6 +186,66 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
         scaled, dtypes=dtypes, strategy="block" if strategy == "group" else strategy, block=block,
         asymmetric=asymmetric, ignored=ignored,
     )  # fmt: skip
+
+
+_nvfp4_packed = partial(
+    nvfp4, weight="weight_packed", second="weight_global_scale", divides=True,
+    ignored=("input_global_scale", "input_scale"),
+)  # fmt: skip
+
+
+# --- modelopt -----------------------------------------------------------------------------------
+
+
+def _modelopt(settings: QuantSettings) -> Callable[[str], LayoutOf]:
+    """``modelopt`` of NVIDIA: FP8 with a scale for each weight or row, or NVFP4, as a layer's tensors show."""
+    settings.only("quant_algo", "FP8", "NVFP4", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN")
+
+    def layout(out: int, inner: int, entries: Found) -> QuantLayout:
+        if "pre_quant_scale" in entries:  # of AWQ: the layer's input is multiplied by it
+            raise settings.refused("pre_quant_scale")
+        ignored = ("input_scale",)
+        if "weight_scale_2" in entries:
+            return nvfp4(out, inner, entries, second="weight_scale_2", ignored=ignored)
+        shape = entries.get("weight_scale", (None, ()))[1]
+        strategy = "channel" if shape[:1] == (out,) and out > 1 else "tensor"
+        return scaled(out, inner, entries, dtypes=FLOATS8, strategy=strategy, ignored=ignored)
+
+    return lambda name: layout
+
+
+# --- MLX ----------------------------------------------------------------------------------------
+
+
+def _mlx(settings: QuantSettings) -> Callable[[str], LayoutOf]:
+    """MLX's ``affine`` quantisation: settings for all layers and, under their names, for single layers."""
+    whole = _mlx_layout(settings)
+
+    def layout_for(name: str) -> LayoutOf:
+        own = next((one for one in names_in_files(name) if one in settings.raw), None)
+        changed = None if own is None else settings.raw[own]
+        if not isinstance(changed, Mapping):
+            return whole
+        given = {**settings.raw, **changed}
+        return _mlx_layout(QuantSettings(given, path=settings.path))
+
+    return layout_for
+
+
+def _mlx_layout(settings: QuantSettings) -> LayoutOf:
+    settings.only("mode", "affine")
+    bits, group = settings.only("bits", 4, 8, 2), positive(settings, "group_size")
+
+    def layout(out: int, inner: int, entries: Found) -> QuantLayout:
+        words, groups = count_blocks(inner, 32 // bits), count_blocks(inner, group)
+        along = 1 if groups > 1 else None
+        tensors = [tensor(entries, "weight", DType.uint32, [((out, words), (0, 1))])]
+        for name in ("scales", "biases"):
+            tensors.append(tensor(entries, name, SCALES, [((out, groups), (0, along))]))
+        options = (("bits", bits), ("group", group))
+        return QuantLayout("mlx", out, inner, tuple(tensors), options)
+
+    return layout
 
 
 # --- GPTQ and AWQ -------------------------------------------------------------------------------
@@ -234,6 +304,49 @@ def _gptq_layout(settings: QuantSettings) -> LayoutOf:
         return QuantLayout("gptq", out, inner, tuple(tensors), options)
 
     return layout
+
+
+# AutoRound's forms → whether they are AWQ's, and how GPTQ's zero points are stored.
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": (False, "gptq"), "auto_round:gptqmodel": (False, "gptq_v2"),
+    "auto_round": (False, "gptq_v2"), "auto_round:auto_awq": (True, ""),
+}  # fmt: skip
+# Layers with as many bits are not quantised.
+_FULL_BITS = 16
+
+
+def _auto_round(settings: QuantSettings) -> Callable[[str], LayoutOf]:
+    """``auto-round`` in GPTQ's or AWQ's packing, with other settings for single layers under ``extra_config``.
+
+    Source: arXiv:2309.05516; https://github.com/intel/auto-round.
+    """
+    is_awq, form = _AUTO_ROUND[settings.only("packing_format", *_AUTO_ROUND)]
+    settings.only("data_type", "int")
+
+    def layout_of(raw: Mapping[str, Any]) -> LayoutOf | None:
+        bits = raw.get("bits")
+        if type(bits) is int and bits >= _FULL_BITS:
+            return None
+        group = {key: raw[key] for key in ("bits", "group_size") if key in raw}
+        one = QuantSettings({"quant_method": "auto-round", **group}, path=settings.path)
+        if not is_awq:
+            return _gptq_layout(one.changed(checkpoint_format=form))
+        return _awq(one.changed(zero_point=not raw.get("sym", False)))("")
+
+    whole = layout_of(settings.raw)
+    layouts: dict[str, tuple[LayoutOf | None]] = {}
+    for name, changed in settings.parts("extra_config").items():
+        raw = {**settings.raw, **(changed.raw if changed is not None else {})}
+        layouts[name] = (layout_of(raw),)
+    changes = NameTable(layouts, "extra_config", path=settings.path)
+
+    def layout_for(name: str) -> LayoutOf:
+        (of_layer,) = changes.get(*names_in_files(name)) or (whole,)
+        if of_layer is None:
+            raise settings.refused(f"the quantised layer {name!r}, which has {_FULL_BITS} bits")
+        return of_layer
+
+    return layout_for
 
 
 def _awq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
@@ -340,6 +453,9 @@ METHODS: dict[str, Callable[[QuantSettings], Callable[[str], LayoutOf]]] = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
+    "auto-round": _auto_round,
+    "modelopt": _modelopt,
+    "mlx": _mlx,
 }
 """The methods that can be read: ``quant_method`` → the function that reads its settings."""
 

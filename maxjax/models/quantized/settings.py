@@ -55,6 +55,10 @@ class QuantSettings:
             raise self.refused(f"{key} {short(value)}", known)
         return value
 
+    def changed(self, **values: Any) -> QuantSettings:
+        """These settings with other values of some keys."""
+        return QuantSettings({**self.raw, **values}, self.where, self.path)
+
     def refused(self, what: str, known: Sequence[Any] = ()) -> UnsupportedModelError:
         """The error for a setting that is not supported."""
         where = f"{os.fspath(self.path)}: " if self.path is not None else ""

@@ -212,6 +212,23 @@ def awq(tensors: Tensors, shape: Shape, group: int) -> jax.Array:
     return grouped(q, zero, tensors["scales"].T, group, None)
 
 
+def mlx(tensors: Tensors, shape: Shape, bits: int, group: int) -> jax.Array:
+    """``affine`` of MLX: ``q · scale + bias`` for groups of columns.
+
+    Args:
+        tensors: ``weight`` uint32 ``[out, in · bits / 32]``, whose words hold consecutive columns, and
+            ``scales`` and ``biases`` ``[out, in / group]``.
+
+    Source: ``mlx.core.quantize`` in MLX's documentation.
+    """
+    q = unpacked(tensors["weight"], bits, 1, shape[1])
+    scale, bias = (
+        spread(tensors[name].astype(jnp.float32), shape, (1, group))
+        for name in ("scales", "biases")
+    )
+    return q * scale + bias
+
+
 def bitsandbytes4(tensors: Tensors, shape: Shape, kind: str, size: int, nested: int) -> jax.Array:
     """``nf4`` and ``fp4`` of bitsandbytes: the weight is flattened and quantised in blocks.
 
@@ -279,6 +296,25 @@ def mxfp4(tensors: Tensors, shape: Shape) -> jax.Array:
     return values.reshape(*blocks.shape[:-3], *shape)
 
 
+def nvfp4(tensors: Tensors, shape: Shape, weight: str, second: str, divides: bool) -> jax.Array:
+    """NVFP4: blocks of 16 columns, E2M1 numbers with an e4m3 scale, and one more scale for all blocks.
+
+    Args:
+        tensors: ``weight`` uint8 ``[out, in / 2]``, two neighbouring numbers in a byte, the first in the low
+            bits; ``weight_scale`` float8_e4m3fn ``[out, in / 16]``; ``second``, a float32.
+        weight, second: names of the numbers and of the scale of all blocks.
+        divides: whether blocks' scales are divided by ``second``, and not multiplied by it.
+
+    Source: https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference.
+    """
+    codes = tensors[weight]
+    codes = jnp.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[0], -1)
+    values = jax.lax.slice_in_dim(_looked_up(E2M1, codes), 0, shape[1], axis=1)
+    scale, whole = floats(tensors["weight_scale"]), tensors[second].astype(jnp.float32).reshape(())
+    scale = scale / whole if divides else scale * whole
+    return values * spread(scale, shape, (1, 16))
+
+
 def _power(e: jax.Array) -> jax.Array:
     """2^e in float32 for exponents of normal numbers, made by setting the exponent's bits."""
     return jax.lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
@@ -295,6 +331,8 @@ FORMATS: dict[str, Callable[..., Any]] = {
     "bitsandbytes4": bitsandbytes4,
     "bitsandbytes8": bitsandbytes8,
     "mxfp4": mxfp4,
+    "mlx": mlx,
+    "nvfp4": nvfp4,
 }
 
 
