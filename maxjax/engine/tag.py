@@ -183,7 +183,7 @@ def _grouped(spans: list[Tag], text: str) -> list[Tag]:
     found = []
     for group in groups:
         start, end = group[0].start, group[-1].end
-        score = float(np.mean([span.score for span in group], dtype=np.float32))
+        score = sum(span.score for span in group) / len(group)
         label = group[0].label.split("-", 1)[-1]
         found.append(Tag(label, score, text[start:end], start, end))
     return found
