@@ -17,7 +17,7 @@ Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner featur
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -320,6 +320,22 @@ class NomicBertForMaskedLM(NomicBertModel):
         super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
         dtypes = Dtypes.of(dtype, reduce_dtype)
         self.cls = NomicBertHeads(self.embeddings.word_embeddings, config, dtypes)
+
+    @classmethod
+    def of_checkpoint(
+        cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
+    ) -> Self:
+        """:meth:`Encoder.of_checkpoint`; in the published files the head has no biases, as the MLPs have none."""
+        model = super().of_checkpoint(config, names, dtype, reduce_dtype)
+        if model.task is not None:
+            head = model.cls.predictions
+            for name, layer in {
+                "transform.dense": head.transform.dense,
+                "decoder": head.decoder,
+            }.items():
+                if f"cls.predictions.{name}.bias" not in names:
+                    layer.bias = None
+        return model
 
     def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
         """The logits ``[B, T, V]`` of the words in each place."""

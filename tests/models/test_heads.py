@@ -20,6 +20,8 @@ from maxjax.models import (
     DebertaV2Config,
     Llama,
     LlamaConfig,
+    NomicBertConfig,
+    NomicBertForMaskedLM,
     all_families,
 )
 from maxjax.models.deberta_v2 import DebertaV3ForMaskedLM
@@ -432,6 +434,28 @@ def test_a_gguf_file_has_the_body_alone(tmp_path, caplog):
     assert "cls.predictions.bias" in caplog.text
     model, _ = maxjax.load(tmp_path / "a.gguf", tokenizer=False)
     assert type(model) is BertModel
+
+
+def test_the_head_of_nomic_without_biases(tmp_path):
+    """As in the published files, unlike what transformers makes."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    model = made(NomicBertForMaskedLM, NomicBertConfig(64, 32, 48, **sizes))
+    zero = {
+        name: jnp.zeros_like(weight.value)
+        for name, weight in model.raw_state_dict().items()
+        if name in ("cls.predictions.transform.dense.bias", "cls.predictions.decoder.bias")
+    }
+    assert len(zero) == 2
+    model = maxjax.replace(model, zero)
+    maxjax.save_pretrained(model, tmp_path / "a")
+    found = safetensors.numpy.load_file(tmp_path / "a" / WEIGHTS)
+    del found["cls.predictions.transform.dense.bias"], found["cls.predictions.bias"]
+    safetensors.numpy.save_file(found, tmp_path / "a" / WEIGHTS, {"format": "pt"})
+    (tmp_path / "a" / "maxjax_digests.json").unlink()
+    again, _ = maxjax.load(tmp_path / "a", tokenizer=False)
+    np.testing.assert_array_equal(logits(again)["logits"], logits(model)["logits"])
+    maxjax.save_pretrained(again, tmp_path / "b")
+    assert safetensors.numpy.load_file(tmp_path / "b" / WEIGHTS).keys() == found.keys()
 
 
 def test_the_heads_of_deberta_are_told_apart_by_a_setting():
