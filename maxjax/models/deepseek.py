@@ -17,9 +17,10 @@
     mlp(h) = Σ share · expert(h) + shared_experts(h)         over k experts, chosen from the best groups of experts
 
     scale = m² / √(N + R), with YaRN's m = 0.1 · mscale_all_dim · log(factor) + 1, or 1 without it
-    V2: shares = softmax(gate(h)) · factor;   a group is as good as its best expert, if groups are limited at all
-    V3: shares = sigmoid(gate(h)), divided by their sum, · factor;   experts are chosen by the sigmoid plus a
-        bias that balances them, and a group is as good as its two best experts; GLM-4.7-Flash is computed so too
+    V2: shares = softmax(gate(h)) · routed_scaling_factor;   if groups are limited, a group's score is that of
+        its best expert
+    V3: shares = sigmoid(gate(h)), divided by their sum, · routed_scaling_factor;   experts are chosen by the
+        sigmoid plus a bias that balances them, and a group's score is the sum of its two best; GLM-4.7-Flash alike
 
 Attention never computes kₙ and v: ``kv_b_proj`` is absorbed into the query and into the result of attention, as
 ``maxjax/models/parts/latent.py`` explains. Files may have layers of multi-token prediction, which are left out.
@@ -102,7 +103,7 @@ class DeepseekV2Config(LanguageModelConfig):
 
     Attributes:
         intermediate_size, moe_intermediate_size: inner features of the MLP in a layer without experts, and F.
-        num_key_value_heads: H, whatever a file says.
+        num_key_value_heads: always H; a file's value is ignored.
         kv_lora_rank: C.
         q_lora_rank: size of the compressed vector that queries are computed from; None: they are computed from
             the hidden states.
@@ -121,7 +122,7 @@ class DeepseekV2Config(LanguageModelConfig):
     """
 
     model_type = "deepseek_v2"
-    unused = ("rope_interleave",)  # RoPE is of neighbouring features whatever it says
+    unused = ("rope_interleave",)  # ignored: RoPE always rotates neighbouring features
     # The only supported values of keys that files may have.
     supported: ClassVar[Mapping[str, Any]] = {
         "scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False,
@@ -247,7 +248,7 @@ class DeepseekV3Config(DeepseekV2Config):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
-        """Read the settings of a file, in which ``rope_interleave`` false stands for RoPE of two halves.
+        """Read the settings of a file, in which ``rope_interleave`` false pairs feature i with i + R/2 in RoPE.
 
         Raises:
             UnsupportedModelError: experts are chosen in another way, or only in every n-th layer.
@@ -339,10 +340,10 @@ class DeepseekAttention(Module):
             self.q_proj = Linear(E, H * (N + R), dtype)
         else:
             self.q_a_proj = Linear(E, Q, dtype, has_bias=bias)
-            self.q_a_layernorm = RMSNorm(Q, dtype, _EPSILON)
+            self.q_a_layernorm = RMSNorm(Q, dtype, _EPSILON, multiply_before_cast=False)
             self.q_b_proj = Linear(Q, H * (N + R), dtype)
         self.kv_a_proj_with_mqa = Linear(E, C + R, dtype, has_bias=bias)
-        self.kv_a_layernorm = RMSNorm(C, dtype, _EPSILON)
+        self.kv_a_layernorm = RMSNorm(C, dtype, _EPSILON, multiply_before_cast=False)
         self.kv_b_proj = Linear(C, H * (N + V), dtype)
         self.o_proj = Linear(H * V, E, dtype, has_bias=bias)
 
@@ -361,6 +362,7 @@ class DeepseekAttention(Module):
         q = concatenate([rope(q[..., N:], angles), absorb_keys(q[..., :N], self.kv_b_proj)], -1)
         k = concatenate([k, c[..., None, :]], -1)  # [B, T, 1, R + C]; it is key and value
         y, cache = attend(q, k, k, cache, scale=self.scale)  # [B, T, H, R + C]
+        # The first R features are sums of RoPE's keys, which have no values.
         y = expand_values(y[..., R:], self.kv_b_proj, V)  # [B, T, H, V]
         return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
 
@@ -712,11 +714,10 @@ DEEPSEEK_V3 = DeepseekV3.family = Family.of(
 )
 # Kimi K2's files name DeepSeek's architecture, but a model type of their own.
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)
-# llama.cpp reads such a model as a DeepSeek V3, so DeepSeek's GGUF table lists this model type too.
+# In GGUF files it is a DeepSeek V3: see ``registry.py``.
 GLM4_MOE_LITE = GLM4MoELite.family = DEEPSEEK_V3.like(
     GLM4MoELite,
     GLM4MoELiteConfig,
     "Glm4MoeLiteForCausalLM",
     "Glm4MoeLiteModel",
-    gguf=None,
 )

@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and the models that are computed alike: Mistral, Qwen 2 and 2.5, Seed-OSS, Yi and many more.
+"""Llama 1 to 3, and models with the same architecture: Mistral, Qwen 2 and 2.5, Seed-OSS, Yi and many more.
 
 ::
 
@@ -6,7 +6,7 @@
     in each layer:
         h = input_layernorm(x)
         q, k, v = rope(q_proj(h)), rope(k_proj(h)), v_proj(h)
-        x = x + o_proj(softmax(q kᵀ / √D) v)                 for each head, over the tokens before
+        x = x + o_proj(softmax(q kᵀ / √D) v)                 for each head, over tokens up to its own
         h = post_attention_layernorm(x)
         x = x + down_proj(silu(gate_proj(h)) · up_proj(h))
     logits = lm_head(norm(x))
@@ -75,7 +75,7 @@ class LlamaConfig(LanguageModelConfig):
         rope_parameters: the rotary position embedding.
         attention_bias, mlp_bias: whether the linear layers of attention and MLP have biases.
         attention_out_bias: whether the output projection of attention has one; as ``attention_bias`` by default.
-        is_causal: whether a token attends only to those before it. Models that were fine-tuned to embed
+        is_causal: whether a token attends only to itself and to those before it. Models that were fine-tuned to embed
             texts may attend in both directions (arXiv:2404.05961).
     """
 
@@ -111,7 +111,7 @@ class LlamaAttention(Module):
         window = config.window(layer)
         self.mask = CAUSAL if window is None else sliding(window)
         if not config.is_causal:
-            self.mask = bidirectional(window)
+            self.mask = bidirectional(window)  # here the window is a radius, as in transformers
         self.q_proj = Linear(E, H * D, dtype, has_bias=bias)
         self.k_proj = Linear(E, K * D, dtype, has_bias=bias)
         self.v_proj = Linear(E, K * D, dtype, has_bias=bias)
@@ -121,14 +121,16 @@ class LlamaAttention(Module):
         self, x: jax.Array, cache: LayerCache, angles: Angles
     ) -> tuple[jax.Array, LayerCache]:
         q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)  # [B, T, H D], [B, T, K D]
-        q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        q, k, v = (
+            split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v)
+        )  # [B, T, H or K, D]
         q, k = rope(q, angles), rope(k, angles)
-        # Writes k and v to the cache, and attends to all of it.
+        # Stores k and v in the cache if there is one, and attends to the tokens that the mask allows.
         y, cache = attend(q, k, v, cache, self.mask, scale=self.head_dim**-0.5)  # [B, T, H, D]
         return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the linear layers between heads."""
+        """Return the rules that split the linear layers between heads, over the mesh axis ``model``."""
         outputs = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
         return split_heads_over_mesh(outputs, {"o_proj": self.heads}, self.head_dim)
 
@@ -149,7 +151,7 @@ class LlamaMLP(Module):
         return self.down_proj(activation(self.act)(gate) * up).astype(x.dtype)  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits the inner features."""
+        """Return the rules that split F over the mesh axis ``model``."""
         return split_features_over_mesh(["gate_proj", "up_proj"], ["down_proj"])
 
 
@@ -174,7 +176,7 @@ class LlamaBlock(Module):
 
 
 class LlamaModel(Module):
-    """The model without its head: ``model`` in the files."""
+    """The decoder without the head; its tensors are named ``model.*``. The cache is that of all its layers."""
 
     def __init__(self, config: LlamaConfig, dtype: DType):
         super().__init__()
@@ -194,7 +196,7 @@ class LlamaModel(Module):
 
 
 class Llama(LanguageModel):
-    """A Llama language model.
+    """A Llama language model. ``LanguageModel`` has its call: ids → :class:`LlamaModel` → ``lm_head``.
 
     Args:
         config: settings of the model.
@@ -211,13 +213,14 @@ class Llama(LanguageModel):
     def __init__(self, config: LlamaConfig, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__(config, dtype)
         self.model = LlamaModel(config, self.dtype)
+        # If it is tied, its weight is embed_tokens.weight.
         self.lm_head = self.make_head(config.hidden_size, tied=config.tie_word_embeddings)
         if stacked:
             self.stack()
 
 
 def _read_gguf(given: Settings, tensors: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a Mixtral if there are experts, of a Mistral if there is a window, else of a Llama."""
+    """Return what marks a Mixtral (experts) or a Mistral (a window): they too name the architecture ``llama``."""
     window = given.count("attention.sliding_window", 0, minimum=0)
     if given.count("expert_count", 0, minimum=0, maximum=MAX_EXPERTS):
         counts = expert_counts(given)
@@ -243,7 +246,8 @@ def _write_gguf(config: Any) -> dict[str, Any]:
     return {} if window is None else {"attention.sliding_window": window}
 
 
-# Llama 1 to 3, Mistral and Mixtral, whose queries and keys are permuted.
+# Llama 1 to 3, Mistral and Mixtral. The rows of their queries and keys are in another order than in Hugging Face's
+# files, as llama.cpp rotates neighbouring features.
 LLAMA_GGUF = GGUFTable(
     "llama",
     {**PERMUTED, **expert_names("block_sparse_moe", maps=("w1", "w3", "w2"))},
@@ -275,7 +279,7 @@ class MistralConfig(LlamaConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
-        """Read the settings of a file, in which null stands for no window."""
+        """Read the settings of a file: null means no window, a missing key one of 4096."""
         return super().from_hf(with_defaults(raw, {"sliding_window": 4096}), **values)
 
     def to_hf(self) -> dict[str, Any]:
@@ -293,6 +297,7 @@ class Mistral(Llama):
     """
 
 
+# In GGUF files it is a Llama: see LLAMA_GGUF.
 MISTRAL = Mistral.family = Family.of(Mistral, MistralConfig, names=Names(*DECODER))
 
 
@@ -300,18 +305,23 @@ MISTRAL = Mistral.family = Family.of(Mistral, MistralConfig, names=Names(*DECODE
 
 
 def window_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``layer_types`` and ``sliding_window`` of a Qwen, whose files may switch the window off.
+    """Return ``layer_types`` and ``sliding_window`` of a Qwen.
 
-    If it is used, the layers from ``max_window_layers`` on have it, unless ``layer_types`` lists them.
+    With ``use_sliding_window``, the layers from ``max_window_layers`` on have the window; ``layer_types``, if
+    there is one, decides instead.
+
+    Raises:
+        ValueError: the window is used, and ``max_window_layers`` is not an integer.
     """
     raw = with_defaults(raw, {"sliding_window": 4096, "max_window_layers": 28})
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    first, kinds = raw.get("max_window_layers"), layer_kinds(raw)
-    if kinds is None and type(first) is int:
-        slides = [window is not None and i >= first for i in range(layer_count(raw))]
-        kinds = [SLIDING if one else FULL for one in slides]
-    is_used = kinds is None or SLIDING in kinds
-    return {"layer_types": kinds, "sliding_window": window if is_used else None}
+    kinds = layer_kinds(raw)
+    if kinds is None:
+        first = layer_count(raw) if window is None else raw.get("max_window_layers")
+        if type(first) is not int:
+            raise ValueError(f"'max_window_layers' must be an integer, not {str(first)[:60]!r}")
+        kinds = [SLIDING if i >= first else FULL for i in range(layer_count(raw))]
+    return {"layer_types": kinds, "sliding_window": window if SLIDING in kinds else None}
 
 
 @dataclass(frozen=True)
@@ -334,7 +344,7 @@ class Qwen2Config(LlamaConfig):
         return super().from_hf(raw, **values)
 
     def to_hf(self) -> dict[str, Any]:
-        """Write the settings, with the switch of the window."""
+        """Write the settings, with ``use_sliding_window``."""
         return {**super().to_hf(), "use_sliding_window": SLIDING in self.layer_types}
 
 
@@ -360,7 +370,7 @@ QWEN2_GGUF = replace(_QWEN2_GGUF, variants=(_QWEN2_GGUF.multimodal("qwen2vl"),))
 QWEN2 = Qwen2.family = Family.of(Qwen2, Qwen2Config, names=Names(*DECODER), gguf=QWEN2_GGUF)
 
 
-# --- Seed-OSS: the output projection has a bias of its own --------------------------------------
+# --- Seed-OSS: a setting of its own for the bias of the output --------------------------------------
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ from .unread import ReadTracker
 
 @dataclass(frozen=True)
 class Mamba2Config(LanguageModelConfig):
-    """The settings of a Mamba 2, which has no maximum length of a text.
+    """The settings of a Mamba 2. It has no positions: ``max_position_embeddings`` only bounds the length of a text.
 
     Attributes:
         num_heads, head_dim, n_groups, state_size, conv_kernel: H, P, G, N and K.
@@ -118,7 +118,7 @@ class Mamba2Config(LanguageModelConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
-        """Read the settings of a file, with the limits of time steps in any spelling of infinity."""
+        """Read the settings of a file, in which infinity as a limit of time steps has several spellings."""
         raw = ReadTracker.of(raw)
         return super().from_hf(raw, time_step_limit=read_time_step_limit(raw), **values)
 
@@ -151,7 +151,7 @@ class Mamba2Mixer(Module):
     def __call__(self, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         inner, group = self.heads * self.head_dim, self.groups * self.state_size  # I, G N
         y = self.in_proj(x).astype(x.dtype)  # [B, T, I + C + H]
-        # On a mesh, shards of the projection do not end where its parts do.
+        # On a mesh, the borders between z, u and dt lie inside shards.
         y = replicate_last_axis(y, self.in_proj.weight, 0)
         z, u, dt = jnp.split(y, (inner, 2 * inner + 2 * group), axis=-1)
         u, cache = convolve(self.conv1d, u, cache, "mamba")  # [B, T, C]
@@ -166,7 +166,7 @@ class Mamba2Mixer(Module):
         return self.out_proj(self.norm(y, z).astype(x.dtype)).astype(x.dtype), cache  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:
-        """Splits ``in_proj`` along its rows, and ``out_proj`` between heads."""
+        """Return the rules that split ``in_proj`` along its rows, and ``out_proj`` between heads."""
         columns = ShardingStrategy.head_aware_columnwise(1, self.heads, self.head_dim)
         whole = Split(ShardingStrategy.replicate(1))
         return {
@@ -177,7 +177,7 @@ class Mamba2Mixer(Module):
 
 
 class Mamba2Block(Module):
-    """One layer: the norm, which is computed in the dtype of the weights, and the mixer."""
+    """One layer: the norm, of the hidden states in the dtype of the weights, and the mixer."""
 
     def __init__(self, config: Mamba2Config, dtype: DType):
         super().__init__()
@@ -193,9 +193,9 @@ class Mamba2Block(Module):
 
 
 class Mamba2Model(Module):
-    """The model without its head: ``backbone`` in the files."""
+    """The model without the head; its tensors are named ``backbone.*``."""
 
-    embed_tokens = alias("embeddings")
+    embed_tokens = alias("embeddings")  # the name by which LanguageModel knows it
 
     def __init__(self, config: Mamba2Config, dtype: DType):
         super().__init__()

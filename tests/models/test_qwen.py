@@ -133,6 +133,7 @@ def test_what_the_code_of_a_family_has_a_file_cannot_change():
     "settings2-CheckpointFormatError-layer_types",
     "settings3-CheckpointFormatError-sliding_window",
     "settings4-CheckpointFormatError-sliding_window",
+    "settings6-CheckpointFormatError-max_window_layers",
 )
 @pytest.mark.parametrize(
     ("settings", "error", "name"),
@@ -147,6 +148,11 @@ def test_what_the_code_of_a_family_has_a_file_cannot_change():
             "sliding_window",
         ),
         ({"num_hidden_layers": "2"}, CheckpointFormatError, "num_hidden_layers"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": "1"},
+            CheckpointFormatError,
+            "max_window_layers",
+        ),
     ],
 )
 def test_what_is_refused_is_named(settings, error, name):
