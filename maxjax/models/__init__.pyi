@@ -38,6 +38,8 @@ from .bert import XLMRobertaForQuestionAnswering as XLMRobertaForQuestionAnsweri
 from .bert import XLMRobertaForSequenceClassification as XLMRobertaForSequenceClassification
 from .bert import XLMRobertaForTokenClassification as XLMRobertaForTokenClassification
 from .bert import XLMRobertaModel as XLMRobertaModel
+from .bitnet import BitNet as BitNet
+from .bitnet import BitNetConfig as BitNetConfig
 from .cohere import Cohere as Cohere
 from .cohere import Cohere2 as Cohere2
 from .cohere import Cohere2Config as Cohere2Config

@@ -49,6 +49,7 @@ ENTRIES: dict[str, Entry] = {
     "olmo2.Olmo3": Entry("olmo3", "Olmo3ForCausalLM Olmo3Model", "olmo2"),
     "phi3.Phi3": Entry("phi3", "Phi3ForCausalLM Phi3Model", "phi3"),
     "smollm3.SmolLM3": Entry("smollm3", "SmolLM3ForCausalLM SmolLM3Model", "smollm3"),
+    "bitnet.BitNet": Entry("bitnet", "BitNetForCausalLM BitNetModel"),
     "granite.Granite": Entry("granite", "GraniteForCausalLM GraniteModel", "granite"),
     "glm4.GLM": Entry("glm", "GlmForCausalLM GlmModel", "chatglm"),
     "glm4.GLM4": Entry("glm4", "Glm4ForCausalLM Glm4Model", "glm4"),

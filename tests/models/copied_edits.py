@@ -182,6 +182,19 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return self.norm(x), cache", "return x, cache"),
         ],
     },
+    "bitnet": {
+        "bitnet": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ("activation(self.act)(gate) * up", "activation(self.act)(up) * gate"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("y = self.attn_sub_norm(merge_heads(y))", "y = merge_heads(y)"),
+            (
+                "self.ffn_sub_norm(activation(self.act)(gate) * up)",
+                "activation(self.act)(gate) * up",
+            ),
+            ("return self.norm(x), cache", "return x, cache"),
+        ],
+    },
     "modernbert_decoder": {
         "modernbert-decoder": [
             ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),

@@ -1,7 +1,8 @@
 """Reads ``quantization_config`` of a ``config.json``: which layers of a checkpoint are quantised, and how.
 
 A checkpoint's tensors decide which linear layers are quantised: those that it does not hold as plain
-floats. ``methods.py`` is the table of supported methods; ``layouts.py`` describes the tensors of a layer.
+floats, and those whose floats each call rounds. ``methods.py`` is the table of supported methods;
+``layouts.py`` describes the tensors of a layer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...nn.quantized import QuantizedLinear, QuantLayout
 from ...nn.stacked_linear import StackedLinear
 from ..config import quantization_settings, short
 from .layouts import Found, LayoutOf
-from .methods import BLOCKS, METHODS
+from .methods import BLOCKS, METHODS, rounds_floats
 from .methods import with_blocks as with_blocks
 from .settings import KEY as KEY
 from .settings import QuantSettings
@@ -102,8 +103,10 @@ class Quantization:
             layer, rest = _split(name, linear)
             layers.setdefault(layer, {})[rest] = data.dtype, tuple(int(n) for n in data.shape)
         layouts: dict[str, QuantLayout] = {}
+        rounds = rounds_floats(self.settings)
         for name, module in linear.items():
-            if is_quantised(entries := layers.get(name, {})):
+            entries = layers.get(name, {})
+            if is_quantised(entries) or (entries and rounds(name)):
                 out_dim, in_dim = (int(n) for n in module.weight.shape)
                 layouts[name] = self.layout_for(name)(out_dim, in_dim, entries)
         used = {f"{name}.{one.name}" for name, layout in layouts.items() for one in layout.tensors}

@@ -188,3 +188,29 @@ def nvfp4(
     ]  # fmt: skip
     options = (("weight", weight), ("second", second), ("divides", divides))
     return QuantLayout("nvfp4", out, inner, (*tensors, *unused(entries, *ignored)), options)
+
+
+def bitnet(
+    out: int, inner: int, entries: Found, *, online: bool = False, divides: bool = False
+) -> QuantLayout:
+    """The layout of ``bitnet``: packed numbers of two bits, or floats, which a scale or a mean follows.
+
+    Args:
+        online: whether the weights are floats that each call rounds.
+        divides: whether weights are divided by the scale, and not multiplied by it.
+    """
+    options: dict[str, Any] = {"activations": "int8 of each token"}
+    whole = [((out, inner), (0, 1))]
+    if online:
+        weight = tensor(entries, "weight", SCALES, whole)
+        return QuantLayout("ternary", out, inner, (weight,), **options)
+    if "weight" in entries and entries["weight"][0] in SCALES:
+        weight = tensor(entries, "weight", SCALES, whole)
+    else:
+        # A byte holds rows of each quarter, so a mesh cannot split them.
+        weight = tensor(
+            entries, "weight", DType.uint8, [((count_blocks(out, 4), inner), (None, 1))]
+        )
+    scale = tensor(entries, "weight_scale", SCALES, SINGLE)
+    options["options"] = (("divides", divides),)
+    return QuantLayout("bitnet", out, inner, (weight, scale), **options)

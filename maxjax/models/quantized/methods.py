@@ -19,6 +19,7 @@ from .layouts import (
     SINGLE,
     Found,
     LayoutOf,
+    bitnet,
     count_blocks,
     group_indices,
     nvfp4,
@@ -445,6 +446,16 @@ def _mxfp4(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     return refused
 
 
+def _bitnet(settings: QuantSettings) -> Callable[[str], LayoutOf]:
+    """``bitnet``: weights of -1, 0 and 1, and inputs that are rounded to 8 bits for each token."""
+    if settings.get("use_rms_norm", bool, False):
+        raise settings.refused("use_rms_norm true")
+    kind = settings.only("linear_class", "bitlinear", "autobitlinear")
+    mode = settings.only("quantization_mode", "offline", "online")
+    online = kind == "autobitlinear" and mode == "online"
+    return lambda name: partial(bitnet, online=online, divides=kind == "bitlinear")
+
+
 METHODS: dict[str, Callable[[QuantSettings], Callable[[str], LayoutOf]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
@@ -456,8 +467,42 @@ METHODS: dict[str, Callable[[QuantSettings], Callable[[str], LayoutOf]]] = {
     "auto-round": _auto_round,
     "modelopt": _modelopt,
     "mlx": _mlx,
+    "bitnet": _bitnet,
 }
 """The methods that can be read: ``quant_method`` → the function that reads its settings."""
+
+
+def rounds_floats(settings: QuantSettings) -> Callable[[str], bool]:
+    """Whether each call of a layer rounds its plain floats, by the layer's name: those of ``bitnet``, in training.
+
+    Example:
+        >>> found = rounds_floats(QuantSettings({"quant_method": "bitnet", "linear_class": "autobitlinear",
+        ...                                      "quantization_mode": "online"}))
+        >>> found("model.layers.0.mlp.up_proj"), found("lm_head")
+        (True, False)
+    """
+    given = settings.raw.get
+    if (given("quant_method"), given("linear_class")) != ("bitnet", "autobitlinear"):
+        return lambda name: False
+    listed = settings.get("modules_to_not_convert", list)
+    kept = ["lm_head", "score"] if listed is None else listed
+    if not all(isinstance(one, str) for one in kept):
+        raise CheckpointFormatError(
+            f"'modules_to_not_convert' of '{settings.where}' is not a list of strings",
+            path=settings.path,
+        )
+    # transformers takes each entry as a pattern of the first parts of a name, or as its end.
+    ends = r"(?:(?<=\.)|(?=\.|$))"
+    first = NameTable({f"(?:{one}){ends}": True for one in kept}, "modules_to_not_convert")
+    is_online = given("quantization_mode") == "online"
+
+    def rounds(name: str) -> bool:
+        names = names_in_files(name)
+        is_kept = any(one.endswith(end) for one in names for end in kept) or first.get(*names)
+        return is_online and not is_kept
+
+    return rounds
+
 
 # Methods whose weights are one tensor of blocks in a model, and further settings that files have.
 BLOCKS: dict[str, dict[str, Any]] = {

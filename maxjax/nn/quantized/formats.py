@@ -315,6 +315,39 @@ def nvfp4(tensors: Tensors, shape: Shape, weight: str, second: str, divides: boo
     return values * spread(scale, shape, (1, 16))
 
 
+def bitnet(tensors: Tensors, shape: Shape, divides: bool) -> jax.Array:
+    """BitNet b1.58: -1, 0 and 1, with one scale for the weight.
+
+    Args:
+        tensors: ``weight`` uint8 ``[out / 4, in]``, whose bits 2i and 2i + 1 hold the i-th quarter of the rows,
+            as numbers from 0 to 2; or the numbers from -1 to 1 themselves, floats ``[out, in]``.
+            ``weight_scale`` ``[1]``.
+        divides: whether the numbers are divided by the scale, and not multiplied by it.
+
+    Source: arXiv:2402.17764; ``integrations/bitnet.py`` of transformers.
+    """
+    values, scale = tensors["weight"], tensors["weight_scale"].astype(jnp.float32).reshape(1, 1)
+    if values.dtype == jnp.uint8:
+        values = jnp.concatenate([(values >> shift) & 3 for shift in (0, 2, 4, 6)])
+        values = values.astype(jnp.float32) - 1
+    values = values.astype(jnp.float32)
+    return values / scale if divides else values * scale
+
+
+def ternary(tensors: Tensors, shape: Shape) -> jax.Array:
+    """Round a weight of floats to -1, 0 and 1 times the mean of its magnitudes, as BitNet b1.58 is trained.
+
+    Args:
+        tensors: ``weight`` ``[out, in]``.
+
+    Source: arXiv:2402.17764, section 2; ``integrations/bitnet.py`` of transformers.
+    """
+    values = tensors["weight"].astype(jnp.float32)
+    scale = 1 / jnp.maximum(jnp.mean(jnp.abs(values)), 1e-5)
+    rounded = jnp.clip(jnp.round(values * scale), -1, 1) / scale
+    return rounded.astype(tensors["weight"].dtype).astype(jnp.float32)
+
+
 def _power(e: jax.Array) -> jax.Array:
     """2^e in float32 for exponents of normal numbers, made by setting the exponent's bits."""
     return jax.lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
@@ -333,7 +366,37 @@ FORMATS: dict[str, Callable[..., Any]] = {
     "mxfp4": mxfp4,
     "mlx": mlx,
     "nvfp4": nvfp4,
+    "bitnet": bitnet,
+    "ternary": ternary,
 }
+
+
+@jax.custom_jvp
+def rounded_tokens(x: jax.Array) -> jax.Array:
+    """Round the features of each token to 255 multiples of 1/127 of the largest magnitude, and at least 1e-5.
+
+    The gradient passes through unchanged.
+
+    Args:
+        x: floats ``[..., features]``.
+
+    Source: arXiv:2402.17764, section 2; ``ActQuant`` in ``integrations/bitnet.py`` of transformers.
+
+    Example:
+        >>> rounded_tokens(jnp.array([[127.0, 2.4, -0.6]])).tolist()
+        [[127.0, 2.0, -1.0]]
+    """
+    wide = x.astype(jnp.float32)
+    scale = 127 / jnp.maximum(jnp.max(jnp.abs(wide), axis=-1, keepdims=True), 1e-5)
+    return (jnp.clip(jnp.round(wide * scale), -128, 127) / scale).astype(x.dtype)
+
+
+@rounded_tokens.defjvp
+def _straight_through(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return rounded_tokens(*primals), tangents[0]
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"int8 of each token": rounded_tokens}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,9 +441,10 @@ class QuantLayout:
     Attributes:
         format: name of the format, a key of ``formats.FORMATS``.
         out_dim, in_dim: shape of the weight.
-        tensors: the tensors that store the weight; the first has the quantised numbers, integers or
-            8-bit floats.
+        tensors: the tensors that store the weight; the first has the quantised numbers: integers, 8-bit
+            floats, or floats that are rounded in each call.
         options: settings of the format that do not follow from the tensors, as (name, value).
+        activations: how the layer rounds its input, a key of ``formats.ACTIVATIONS``; None: not at all.
 
     Example:
         >>> import jax.numpy as jnp
@@ -396,6 +460,7 @@ class QuantLayout:
     in_dim: int
     tensors: tuple[QuantTensor, ...]
     options: tuple[tuple[str, Any], ...] = ()
+    activations: str | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -413,6 +478,10 @@ class QuantLayout:
             if one.has_bits and found[one.name].dtype == jnp.uint8:
                 found[one.name] = jax.lax.bitcast_convert_type(found[one.name], one.dtype.np)
         return FORMATS[self.format](found, self.shape, **dict(self.options))
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        """The input of the layer ``[..., in_dim]``, rounded as the format says."""
+        return x if self.activations is None else ACTIVATIONS[self.activations](x)
 
     def split(self, axis: int, entries: Mapping[str, Sequence[tuple[str, ...]]]) -> tuple[str, ...]:
         """The mesh axes that an axis of the weight is split over.

@@ -27,6 +27,7 @@ class QuantizedLinear(LowRank):
 
     The layer keeps the tensors of the file. Each call dequantises them into one matrix in the dtype of
     the input, which is not kept after the call. Gradients flow to the input, but not to the tensors.
+    Some formats round the input too.
 
     Args:
         layout: QuantLayout: format, tensors and shape of the weight.
@@ -132,8 +133,8 @@ def _product(
         in_turn: whether programs for CPUs dequantise the weight only after ``x`` is computed.
     """
     tensors = jax.lax.stop_gradient(tensors)
-    if in_turn and 0 not in x.shape:
-        name = layout.tensors[0].name
+    x, name = layout.rounded(x), layout.tensors[0].name
+    if in_turn and 0 not in x.shape and not jnp.issubdtype(tensors[name].dtype, jnp.floating):
         tensors[name] = jax.lax.platform_dependent(
             jax.lax.stop_gradient(x), tensors[name], cpu=_after, default=lambda x, array: array
         )

@@ -399,6 +399,7 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "cohere": nothing,
     "cohere2": of_cohere2,
     "modernbert-decoder": of_modernbert_decoder,
+    "bitnet": nothing,
     "seed_oss": nothing,
     "exaone4": of_exaone4,
     "starcoder2": of_starcoder2,
