@@ -40,6 +40,8 @@ from .bert import XLMRobertaForTokenClassification as XLMRobertaForTokenClassifi
 from .bert import XLMRobertaModel as XLMRobertaModel
 from .bitnet import BitNet as BitNet
 from .bitnet import BitNetConfig as BitNetConfig
+from .bloom import Bloom as Bloom
+from .bloom import BloomConfig as BloomConfig
 from .cohere import Cohere as Cohere
 from .cohere import Cohere2 as Cohere2
 from .cohere import Cohere2Config as Cohere2Config
@@ -174,6 +176,8 @@ from .mpnet import MPNetForQuestionAnswering as MPNetForQuestionAnswering
 from .mpnet import MPNetForSequenceClassification as MPNetForSequenceClassification
 from .mpnet import MPNetForTokenClassification as MPNetForTokenClassification
 from .mpnet import MPNetModel as MPNetModel
+from .mpt import MPT as MPT
+from .mpt import MPTConfig as MPTConfig
 from .nemotron import Arcee as Arcee
 from .nemotron import ArceeConfig as ArceeConfig
 from .nemotron import Nemotron as Nemotron

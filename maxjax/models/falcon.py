@@ -1,4 +1,4 @@
-"""Falcon (7B, 40B, 180B, and Falcon 2): attention beside the MLP, and one or few KV heads.
+"""Falcon (7B, 40B, 180B, Falcon 2 and Falcon-RW): attention beside the MLP, and one or few KV heads.
 
 ::
 
@@ -10,7 +10,9 @@
         x = x + y + dense_4h_to_h(gelu(dense_h_to_4h(ln_mlp(x))))
     logits = lm_head(ln_f(x))
 
-The 7B and Falcon 2 have one norm for both parts, ``input_layernorm``.
+The 7B and Falcon 2 have one norm for both parts, ``input_layernorm``. Falcon-RW has the MLP after attention, and ALiBi
+(arXiv:2108.12409) in place of RoPE: ``softmax((q kᵀ - slope · distance) / √D)``. transformers rounds slopes and their
+products with positions to bfloat16, which changes logits by about 0.01 where there are more than 8 heads.
 
 Source: arXiv:2311.16867; transformers' ``modeling_falcon``.
 
@@ -22,12 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
@@ -45,6 +46,7 @@ from .parts import (
     LayerCache,
     Rope,
     alias,
+    alibi_slopes,
     attend,
     config_field,
     constant,
@@ -66,6 +68,7 @@ class FalconConfig(LanguageModelConfig):
     Attributes:
         ffn_hidden_size: F; ``4 · hidden_size`` by default.
         num_kv_heads: K of the new architecture; ``num_attention_heads`` by default.
+        alibi: whether scores have a bias for the distance (ALiBi) in place of RoPE.
         bias: whether the linear layers of attention and MLP have biases.
         new_decoder_architecture: whether the model is built like the 40B, with grouped KV heads.
         multi_query: whether a model of the old architecture has one KV head.
@@ -87,6 +90,7 @@ class FalconConfig(LanguageModelConfig):
     layer_norm_epsilon: float = 1e-5
     activation: str = "gelu"
     rope_parameters: Rope = Rope(theta=10_000.0)
+    alibi: bool = False
     bias: bool = False
     tie_word_embeddings: bool = True
     new_decoder_architecture: bool = False
@@ -109,19 +113,6 @@ class FalconConfig(LanguageModelConfig):
         """Whether attention and the MLP beside it have a norm each."""
         return self.new_decoder_architecture and self.num_ln_in_parallel_attn == 2
 
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
-        """Read the settings of a file.
-
-        Raises:
-            UnsupportedModelError: the model has ALiBi in place of RoPE (Falcon-RW).
-        """
-        if raw.get("alibi"):
-            raise UnsupportedModelError(
-                "'alibi', a bias of scores in place of RoPE, is not supported for falcon"
-            )
-        return super().from_hf(raw, **values)
-
     def to_hf(self) -> dict[str, Any]:
         """Write the settings, without the norms in a model of the old architecture, which transformers would make."""
         found = super().to_hf()
@@ -131,13 +122,13 @@ class FalconConfig(LanguageModelConfig):
 
 
 class FalconAttention(Module):
-    """Attention with rotary positions, whose linear layer computes queries, key and value of each KV head."""
+    """Attention with rotary positions or ALiBi, whose linear layer computes queries, key and value of each KV head."""
 
     def __init__(self, config: FalconConfig, dtype: DType):
         super().__init__()
         H, K, D = config.num_attention_heads, config.num_kv_heads, config.head_dim
         self.heads, self.kv_heads, self.head_dim = H, K, D
-        E, bias = config.hidden_size, config.bias
+        E, bias, self.has_alibi = config.hidden_size, config.bias, config.alibi
         self.query_key_value = Linear(E, (H + 2 * K) * D, dtype, has_bias=bias)
         self.dense = Linear(H * D, E, dtype, has_bias=bias)
 
@@ -146,8 +137,10 @@ class FalconAttention(Module):
     ) -> tuple[jax.Array, LayerCache]:
         y = self.query_key_value(x).astype(x.dtype)  # [B, T, (H + 2 K) D]
         q, k, v = split_groups(y, self.heads, self.kv_heads, self.head_dim)  # [B, T, H, D]
-        q, k = rope(q, angles), rope(k, angles)
-        y, cache = attend(q, k, v, cache, scale=self.head_dim**-0.5)  # [B, T, H, D]
+        slopes = alibi_slopes(self.heads) / self.head_dim**0.5 if self.has_alibi else None  # [H]
+        if not self.has_alibi:
+            q, k = rope(q, angles), rope(k, angles)
+        y, cache = attend(q, k, v, cache, scale=self.head_dim**-0.5, slopes=slopes)  # [B, T, H, D]
         return self.dense(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:
@@ -292,6 +285,7 @@ FALCON_GGUF = GGUFTable(
         ".attn_norm_2": "ln_attn",
     },
     constants={"activation": "gelu", "bias": False},
+    required={"alibi": False},
     layer="transformer.h.*.",
     read=_read,
     write=_write,

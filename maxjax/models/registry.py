@@ -204,6 +204,8 @@ ENTRIES: dict[str, Entry] = {
     "gpt_bigcode.GPTBigCode": Entry(
         "gpt_bigcode", "GPTBigCodeForCausalLM GPTBigCodeModel", "starcoder"
     ),
+    "bloom.Bloom": Entry("bloom", "BloomForCausalLM BloomModel", "bloom"),
+    "mpt.MPT": Entry("mpt", "MptForCausalLM MPTForCausalLM MptModel", "mpt"),
     "olmo.Olmo": Entry("olmo", "OlmoForCausalLM OlmoModel", "olmo"),
     "nemotron.Nemotron": Entry("nemotron", "NemotronForCausalLM NemotronModel", "nemotron"),
     "nemotron.Arcee": Entry("arcee", "ArceeForCausalLM ArceeModel", "arcee"),

@@ -100,6 +100,26 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("attend(q, k, v, cache", "attend(q, v, k, cache"),
         ],
     },
+    "bloom": {
+        "bloom": [
+            ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),
+            ('activation("gelu_new")(self.dense_h_to_4h(x))', "jax.nn.relu(self.dense_h_to_4h(x))"),
+            ("slopes = alibi_slopes(self.heads)", "slopes = 2 * alibi_slopes(self.heads)"),
+            ("self.h, self.word_embeddings_layernorm(x), cache", "self.h, x, cache"),
+            ("h = self.input_layernorm(x)", "h = x"),
+            ("return self.ln_f(x), cache", "return x, cache"),
+        ],
+    },
+    "mpt": {
+        "mpt": [
+            ("scale=self.scale", "scale=0.7 * self.scale"),
+            ('activation("gelu")(self.up_proj(x))', "jax.nn.relu(self.up_proj(x))"),
+            ("alibi_slopes(self.heads) ** self.steepness", "2 * alibi_slopes(self.heads)"),
+            ("(jnp.clip(a, -self.bound, self.bound)", "(jnp.clip(a, 0, self.bound)"),
+            ("self.attn(self.norm_1(x), cache)", "self.attn(x, cache)"),
+            ("return self.norm_f(x), cache", "return x, cache"),
+        ],
+    },
     "falcon": {
         "falcon": [
             ("scale=self.head_dim**-0.5", "scale=0.7 * self.head_dim**-0.5"),

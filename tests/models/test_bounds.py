@@ -44,6 +44,7 @@ FREE = {
     "max_position_embeddings", "sliding_window", "sliding_window_pattern", "local_attention",
     "attention_chunk_size", "moe_layer_start_index", "moe_layer_interval", "window_size", "n_positions",
     "max_relative_positions", "first_k_dense_replace", "moe_layer_end_index",
+    "seq_length", "max_seq_len",
 }  # fmt: skip
 # Of models whose layers all have experts, or that have one size for all; and what "per_layer_config" says.
 UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate_size")}
@@ -52,6 +53,8 @@ UNUSED |= {("nemotron_h", "num_hidden_layers")}  # which the pattern of layers s
 UNUSED |= {("nemotron_h", "intermediate_size")}
 UNUSED |= {("lfm2", "intermediate_size")}  # from which its own is computed
 UNUSED |= {("gemma4_text", key) for key in ("global_head_dim", "num_global_key_value_heads")}
+# Which a file has in an object of their own.
+UNUSED |= {("mpt", key) for key in ("clip_qkv", "softmax_scale", "alibi_bias_max")}
 # Numbers that may be a list with one for each layer.
 LISTS = {("hunyuan_v1_moe", key) for key in ("num_experts", "moe_topk", "num_experts_per_tok")}
 SECONDS, BYTES = 5, 200_000_000  # 1 s on a machine that does nothing else

@@ -216,9 +216,12 @@ def opened(kind: str, directory: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = getattr(transformers, kind).from_pretrained(directory, **options)
-    if isinstance(found, tuple):
-        return found[0].eval(), found[1]
-    return found.eval()
+    model = found[0] if isinstance(found, tuple) else found
+    if getattr(model.config, "alibi", False):
+        # Version 5.24 adds the biases of a Falcon twice in plain torch.
+        model.config._attn_implementation = "sdpa"
+    model.eval()
+    return found
 
 
 def _logits(model: Any, ids: np.ndarray) -> np.ndarray:

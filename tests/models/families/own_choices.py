@@ -256,7 +256,9 @@ def of_falcon(pick: Pick, found: Settings) -> Settings:
         {"multi_query": True, "parallel_attn": True},
         {"multi_query": pick(True, False), "parallel_attn": False},
     )
-    return {**kind, "bias": pick.maybe(), "ffn_hidden_size": pick(LEFT_OUT, 48), "alibi": False}
+    # transformers rounds the biases to bfloat16, which those of up to 8 heads are.
+    alibi = heads <= 8 and pick.maybe(0.3)
+    return {**kind, "bias": pick.maybe(), "ffn_hidden_size": pick(LEFT_OUT, 48), "alibi": alibi}
 
 
 def mamba(pick: Pick, found: Settings) -> tuple[int, int, Settings]:
@@ -343,6 +345,21 @@ def of_gpt_neo(pick: Pick, found: Settings) -> Settings:
             "num_layers": sum(len(kinds) * count for kinds, count in types), "attention_types": types,
             "intermediate_size": pick(None, 33), "activation_function": pick("gelu_new", "relu"),
             "layer_norm_epsilon": pick(1e-5, 1e-3), "max_position_embeddings": 96}  # fmt: skip
+
+
+def of_bloom(pick: Pick, found: Settings) -> Settings:
+    heads = pick(1, 2, 3, 4, 6, 8, 12, 16)
+    return {"n_head": heads, "hidden_size": heads * pick(2, 4, 8), "n_layer": pick(1, 2, 3, 5),
+            "layer_norm_epsilon": pick(1e-5, 1e-3), "max_position_embeddings": LEFT_OUT,
+            "apply_residual_connection_post_layernorm": pick(LEFT_OUT, False, True)}  # fmt: skip
+
+
+def of_mpt(pick: Pick, found: Settings) -> Settings:
+    heads = pick(1, 2, 3, 4, 6, 8, 12, 16)
+    of_attention = {"clip_qkv": pick(None, 0.7, 3.0), "softmax_scale": pick(None, 0.2, 0.6)}
+    return {"n_heads": heads, "d_model": heads * pick(2, 4, 8), "n_layers": pick(1, 2, 3, 5),
+            "layer_norm_epsilon": pick(1e-5, 1e-3), "max_seq_len": 96, "logit_scale": LEFT_OUT,
+            "max_position_embeddings": LEFT_OUT, "attn_config": pick(LEFT_OUT, of_attention)}  # fmt: skip
 
 
 # A tied table would be scaled for the logits, and with it the hidden states beside what layers add.
@@ -432,6 +449,8 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "gptj": of_gpt,
     "codegen": of_codegen,
     "gpt_bigcode": of_bigcode,
+    "bloom": of_bloom,
+    "mpt": of_mpt,
     "olmo": of_olmo,
     "nemotron": of_nemotron,
     "arcee": of_arcee,

@@ -36,6 +36,7 @@ def features(model: Any) -> list[str]:
         "experts": any(".experts." in name for name in model.raw_state_dict()),
         "sliding windows": any(config.window(i) for i in range(count)) and not in_chunks,
         "attention in chunks": in_chunks,
+        "ALiBi": bool(getattr(config, "alibi", False)),
         "attention sinks": any(getattr(m, "sinks", None) is not None for m in modules),
         "latent attention": any(isinstance(kind, LatentVectors) for kind in kept),
         "recurrent layers": any(isinstance(kind, States) for kind in kept),

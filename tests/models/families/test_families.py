@@ -37,6 +37,7 @@ STEPS = (
     "deepseek_v3-yarn", "gemma4_text-shared", "gpt_oss-1", "llama-1", "qwen3_next-long", "lfm2-adjusted",
     "mamba2-codestral", "falcon_h1-factors", "nemotron_h-nano", "granitemoehybrid-tiny", "gemma2-caps",
     "gemma3n_text-sparse", "llama4_text-1", "falcon-40b", "phi3-mini", "opt-350m", "qwen2-windows",
+    "bloom-heads",
 )  # fmt: skip
 # Of these the default set has pieces alone: a step of theirs has no kernel or state that others' have not.
 BY_PIECES = ("granitemoehybrid-tiny", "falcon-40b", "phi3-mini", "qwen2-windows")

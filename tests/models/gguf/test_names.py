@@ -63,6 +63,8 @@ LEFT_OUT = {
     # Of norms of single heads; refused.
     "stablelm": {"rope_freqs", "blk.*.attn_q_norm", "blk.*.attn_k_norm"},
     "smollm3": {"rope_freqs", "blk.*.attn_rot_embd"},
+    # Of learned positions, of norms of queries and keys, and of scales of quantised activations; refused.
+    "mpt": {"position_embd", "blk.*.attn_q_norm", "blk.*.attn_k_norm", "blk.*.ffn"},
     # Of the first ChatGLMs, and of GLM-4.5's draft layer; refused.
     "chatglm": {"rope_freqs", "blk.*.attn_qkv"},
     "glm4": {"rope_freqs", "blk.*.attn_qkv"}
@@ -153,6 +155,8 @@ def test_gguf_maps_our_names_back(architecture, layer):
         if architecture == "granitemoe" and ".experts." in name:
             continue  # a checkpoint has them together
         # The converter's names.
+        if architecture == "bloom":
+            together = together.removeprefix("transformer.")
         together = re.sub("(e_score_correction)_bias$", r"\1.bias", together)
         together = re.sub("dt_bias$", "dt_proj.bias", together)
         given = table.get_name(together, try_suffixes=(".weight", ".bias"))

@@ -1,4 +1,4 @@
-"""Falcon: 7B, 40B, 180B and Falcon 2."""
+"""Falcon: 7B, 40B, 180B, Falcon 2 and Falcon-RW."""
 
 from tests.models.decoders import SMALL
 from tests.models.families.cases import Case
@@ -18,5 +18,7 @@ CASES = [
     falcon("40b", **NEW),
     falcon("7b", multi_query=True, tie_word_embeddings=False),
     falcon("11b", **NEW, num_ln_in_parallel_attn=1, rope_theta=500042.0, ffn_hidden_size=72),
+    falcon("rw", False, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    falcon("biased", False, alibi=True, num_attention_heads=8, hidden_size=64, **NEW),
     falcon("sequential", multi_query=False, parallel_attn=False, bias=True, gguf=False),
 ]
