@@ -436,6 +436,19 @@ def test_a_gguf_file_has_the_body_alone(tmp_path, caplog):
     assert type(model) is BertModel
 
 
+def test_a_gguf_file_has_the_head_for_texts_with_its_pooler(tmp_path):
+    model = made(BertForSequenceClassification)
+    maxjax.save_pretrained(model, tmp_path / "a")
+    maxjax.checkpoint.convert(tmp_path / "a", tmp_path / "a.gguf")
+    again, _ = maxjax.load(tmp_path / "a.gguf", tokenizer=False)
+    np.testing.assert_array_equal(logits(again)["logits"], logits(model)["logits"])
+    maxjax.checkpoint.convert(tmp_path / "a.gguf", tmp_path / "b")
+    before, after = (safetensors.numpy.load_file(tmp_path / one / WEIGHTS) for one in "ab")
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array, err_msg=name)
+
+
 def test_the_head_of_nomic_without_biases(tmp_path):
     """As in the published files, unlike what transformers makes."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2}

@@ -42,7 +42,7 @@ from .types import Traits, is_wide
 
 # The number of a layer or of an expert in a name.
 _NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])")
-# Learned weights of the model that llama.cpp does not use.
+# Learned weights of a model without a head that llama.cpp does not use.
 _UNUSED = {
     "bert": re.compile(r"pooler\..*"),
     "jina-bert-v3": re.compile(r"pooler\..*"),
@@ -125,7 +125,9 @@ def gguf_tensors(
     unknown = []
     table = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
     embedding = tensors.get(table)
-    unused = _UNUSED.get(architecture)
+    head = "classifier.weight"
+    has_head = head in tensors and _place(known, head, model) is not None
+    unused = None if has_head else _UNUSED.get(architecture)
     for name, data in tensors.items():
         is_tied = tied and name == "lm_head.weight"
         # A file may hold either of the two.
