@@ -154,6 +154,10 @@ from .llama import SeedOSS as SeedOSS
 from .llama import SeedOSSConfig as SeedOSSConfig
 from .llama4 import Llama4 as Llama4
 from .llama4 import Llama4Config as Llama4Config
+from .mamba import FalconMamba as FalconMamba
+from .mamba import FalconMambaConfig as FalconMambaConfig
+from .mamba import Mamba as Mamba
+from .mamba import MambaConfig as MambaConfig
 from .mamba2 import Mamba2 as Mamba2
 from .mamba2 import Mamba2Config as Mamba2Config
 from .minimax_m2 import MiniMaxM2 as MiniMaxM2

@@ -193,6 +193,8 @@ ENTRIES: dict[str, Entry] = {
         "GraniteMoeHybridForCausalLM GraniteMoeHybridModel",
         "granitehybrid",
     ),
+    "mamba.Mamba": Entry("mamba", "MambaForCausalLM MambaModel", "mamba"),
+    "mamba.FalconMamba": Entry("falcon_mamba", "FalconMambaForCausalLM FalconMambaModel", "mamba"),
     "mamba2.Mamba2": Entry("mamba2", "Mamba2ForCausalLM Mamba2Model", "mamba2"),
     "falcon_h1.FalconH1": Entry("falcon_h1", "FalconH1ForCausalLM FalconH1Model", "falcon-h1"),
     "nemotron_h.NemotronH": Entry(

@@ -581,6 +581,24 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("self.q_norm(q.astype(x.dtype)), ", "q.astype(x.dtype), "),
         ],
     },
+    "mamba": {
+        "mamba": [
+            ("jnp.exp(jnp.asarray(self.A_log)", "jnp.cosh(jnp.asarray(self.A_log)"),
+            ("u * per_feature(self.D, u)", "u"),
+            ("* jax.nn.silu(z.astype(jnp.float32))", "* z"),
+            ("jax.nn.softplus(self.dt_proj(", "jax.nn.relu(self.dt_proj("),
+            ("selective_scan(u, dt, a, b, c, cache,", "selective_scan(u, dt, a, c, b, cache,"),
+            ("return x + y.astype(x.dtype), cache", "return x - y.astype(x.dtype), cache"),
+        ],
+        "falcon_mamba": [
+            ("jnp.exp(jnp.asarray(self.A_log)", "jnp.cosh(jnp.asarray(self.A_log)"),
+            ("unit_rms(v, self.epsilon) for v in (dt, b, c)", "v for v in (dt, b, c)"),
+            ("u = activation(self.act)(u)", "u = u"),
+            ("jax.nn.softplus(self.dt_proj(", "jax.nn.relu(self.dt_proj("),
+            ("u, z = jnp.split(", "z, u = jnp.split("),
+            ("return x + y.astype(x.dtype), cache", "return x - y.astype(x.dtype), cache"),
+        ],
+    },
     "nemotron_h": {
         "nemotron_h": [
             ("y, cache = attend(q, k, v, cache)", "y, cache = attend(q, v, k, cache)"),

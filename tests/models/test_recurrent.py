@@ -6,7 +6,16 @@ import pytest
 from jax.sharding import AxisType
 
 import maxjax
-from maxjax.models import LFM2, FalconH1, FalconH1Config, LFM2Config, Qwen35, Qwen35Config
+from maxjax.models import (
+    LFM2,
+    FalconH1,
+    FalconH1Config,
+    LFM2Config,
+    Mamba,
+    MambaConfig,
+    Qwen35,
+    Qwen35Config,
+)
 from tests.models.decoders import ids_of
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -18,6 +27,7 @@ MODELS = {
             mamba_d_state=6, mamba_rms_norm=True,
         ),
     ),
+    "selective": (Mamba, MambaConfig(96, 16, 2, state_size=6)),
     "linear": (
         Qwen35,
         Qwen35Config(
@@ -67,7 +77,8 @@ def made(request):
     """(Name of the group, function that makes the model, its results without a mesh)."""
     kind, config = MODELS[request.param]
     make = lambda: maxjax.init(kind(config), jax.random.key(0))
-    return request.param, make, run(make(), request.param)
+    group = "mamba" if request.param == "selective" else request.param
+    return group, make, run(make(), group)
 
 
 @pytest.mark.default("linear-2x2-Explicit")

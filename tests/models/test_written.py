@@ -30,8 +30,9 @@ OLDER = {
     "share_att_key", "position_buckets", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "global_head_dim",
     "num_global_key_value_heads",
 }  # fmt: skip
-# Without an effect there: Mamba 2 has no positions, and no layer of Qwen 3.5's experts has this MLP.
-BESIDE = {("mamba2", "max_position_embeddings"), ("qwen3_5_moe_text", "intermediate_size")}
+# Without an effect there: Mamba has no positions, and no layer of Qwen 3.5's experts has this MLP.
+BESIDE = {(kind, "max_position_embeddings") for kind in ("mamba", "falcon_mamba", "mamba2")}
+BESIDE |= {("qwen3_5_moe_text", "intermediate_size")}
 FIRST = list({case.family: case for case in reversed(every())}.values())
 EACH = pytest.mark.parametrize("case", FIRST, ids=[case.family for case in FIRST])
 

@@ -1,4 +1,4 @@
-"""What GGUF files of several architectures with Mamba 2 share: names of the tensors, and sizes in metadata.
+"""What GGUF files of several architectures with Mamba 1 or 2 share: names of the tensors, and sizes in metadata.
 
 llama.cpp computes Mamba 2 without limits of time steps, with SiLU, with a bias in the convolution, and with the
 norm, if there is one, after the gate.
@@ -89,6 +89,72 @@ def write_ssm_sizes(
     }  # fmt: skip
 
 
+# The metadata keys that :func:`write_selective_sizes` returns.
+SELECTIVE_KEYS = tuple(
+    f"ssm.{n}" for n in ("conv_kernel", "state_size", "time_step_rank", "inner_size")
+)
+
+
+def selective_names(mixer: str) -> dict[str, Rule]:
+    """Return the names of the tensors of Mamba 1, which is the attribute ``mixer`` of a layer."""
+    return {
+        ".ssm_in": Rule(f"{mixer}.in_proj"),
+        ".ssm_conv1d": Rule(f"{mixer}.conv1d", Taps()),
+        ".ssm_x": Rule(f"{mixer}.x_proj"),
+        ".ssm_dt": Rule(f"{mixer}.dt_proj"),
+        ".ssm_a": Rule(f"{mixer}.A_log", Logarithm(), only=NO_SUFFIX),
+        ".ssm_d": Rule(f"{mixer}.D", only=NO_SUFFIX),
+        ".ssm_out": Rule(f"{mixer}.out_proj"),
+    }
+
+
+def read_selective_sizes(given: Settings, names: Mapping[str, str]) -> dict[str, int]:
+    """Return the sizes of Mamba 1 in a file, under the names of a configuration.
+
+    Args:
+        given: the file's metadata.
+        names: kind of size → its key in the result. Kinds are "rank" (of the time steps), "state" (its features),
+            "taps", "inner" (channels), and "expand", the ratio of channels to the hidden size.
+    """
+    inner, hidden = given.count("ssm.inner_size"), given.count("embedding_length")
+    if inner % hidden:
+        raise given.wrong("ssm.inner_size", f"a multiple of {hidden}", inner, "does not fit")
+    sizes = {
+        "rank": given.count("ssm.time_step_rank"), "state": given.count("ssm.state_size"),
+        "taps": given.count("ssm.conv_kernel"), "inner": inner, "expand": inner // hidden,
+    }  # fmt: skip
+    return {names[key]: value for key, value in sizes.items() if key in names}
+
+
+def write_selective_sizes(
+    *, taps: int, state_size: int, rank: int, inner: int, hidden: int, conv_bias: bool, act: str
+) -> dict[str, Any]:
+    """Return the sizes of Mamba 1 as metadata.
+
+    Args:
+        taps, state_size, rank, inner, hidden: the sizes.
+        conv_bias: whether the convolution has a bias.
+        act: the activation function after the convolution.
+
+    Raises:
+        UnsupportedModelError: llama.cpp would compute something else.
+    """
+    for what, fits in (
+        (
+            f"{inner} channels, which are not two for each of {hidden} hidden features,",
+            inner == 2 * hidden,
+        ),
+        ("a convolution without a bias", conv_bias),
+        (f"{act!r} after the convolution", act == "silu"),
+    ):
+        if not fits:
+            raise unsupported(f"Mamba 1 with {what} in a GGUF file")
+    return {
+        "ssm.conv_kernel": taps, "ssm.state_size": state_size, "ssm.time_step_rank": rank,
+        "ssm.inner_size": inner,
+    }  # fmt: skip
+
+
 def has_tensor(tensor: str, tensors: Shapes) -> bool:
     """Return whether a layer of a file has a tensor."""
     return any(name.startswith("blk.") and name.endswith(f".{tensor}") for name in tensors)
@@ -96,6 +162,6 @@ def has_tensor(tensor: str, tensors: Shapes) -> bool:
 
 def check_both_kinds(recurs: Sequence[bool], attends: Sequence[bool]) -> None:
     """Raise UnsupportedModelError if a hybrid lacks a kind of layer, because llama.cpp aborts on an empty cache."""
-    for kind, layers in (("Mamba 2", recurs), ("attention", attends)):
+    for kind, layers in (("Mamba", recurs), ("attention", attends)):
         if not any(layers):
             raise unsupported(f"a hybrid without a layer of {kind} in a GGUF file")

@@ -1,4 +1,4 @@
-"""Settings of Mamba 2 that several architectures read alike, and the states that its layers keep."""
+"""Settings of Mamba 1 and 2 that several architectures read alike, and the states that their layers keep."""
 
 from __future__ import annotations
 
@@ -25,6 +25,39 @@ def mamba_states(
     """
     conv = State("conv", (taps - 1, channels), axis=1)
     return {"mamba": States((conv, State("ssm", (heads, head_dim, state_size), axis=0)))}
+
+
+def selective_states(*, taps: int, channels: int, state_size: int) -> Mapping[str, States]:
+    """Return what the cache holds for a layer of Mamba 1, as ``config.states(layer)`` does.
+
+    Args:
+        taps: number of taps of the convolution, whose last inputs are kept.
+        channels, state_size: number of channels, and features of the state of each.
+
+    Example:
+        >>> kept = selective_states(taps=4, channels=20, state_size=6)
+        >>> [(one.name, one.shape) for one in kept["mamba"].each]
+        [('conv', (3, 20)), ('ssm', (20, 6))]
+    """
+    conv = State("conv", (taps - 1, channels), axis=1)
+    return {"mamba": States((conv, State("ssm", (channels, state_size), axis=0)))}
+
+
+def read_time_step_rank(raw: Mapping[str, Any], key: str) -> Any:
+    """Return the rank of the time steps of Mamba 1 in a ``config.json``; hidden size / 16 if missing or "auto".
+
+    Args:
+        raw: content of the file.
+        key: the rank's key.
+
+    Example:
+        >>> read_time_step_rank({"hidden_size": 40, "time_step_rank": "auto"}, "time_step_rank")
+        3
+    """
+    rank, hidden = raw.get(key), raw.get("hidden_size")
+    if rank not in (None, "auto"):
+        return rank
+    return -(-hidden // 16) if type(hidden) is int and hidden > 0 else None
 
 
 def check_mamba(heads: int, groups: int, limit: tuple[float, ...] = (0.0, math.inf)) -> None:

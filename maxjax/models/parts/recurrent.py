@@ -1,4 +1,6 @@
-"""Recurrent states as architectures write them: :func:`convolve`, :func:`ssd`, :func:`gated_delta`.
+"""Recurrent states as architectures write them: :func:`convolve`, and the recurrences over tokens.
+
+:func:`selective_scan` is that of Mamba 1, :func:`ssd` that of Mamba 2, :func:`gated_delta` the gated delta rule.
 
 Their states are in the cache by the name of a group and of the state, as ``config.states(layer)`` lists them;
 without a cache they are zeros. Padding and rows without a token do not change them.
@@ -25,6 +27,7 @@ from ...nn.layer import hooks
 from ...nn.ssm.convolution import CausalConv
 from ...nn.ssm.delta import delta_chunks, delta_net_in_place, delta_step
 from ...nn.ssm.gated_norm import GatedNorm
+from ...nn.ssm.selective import selective_chunks, selective_step
 from ...nn.ssm.ssd import ssd_chunks, ssd_step, ssd_step_in_place
 from .cache import LayerCache
 
@@ -103,6 +106,48 @@ def ssd(
     state = jnp.zeros((batch, heads, width, size), jnp.float32)
     state = state if before is None else before["ssm"]
     y, state = recurrence(ssd_step, ssd_chunks, (x, g, b, c), state, cache)
+    return y, cache.replace(group, {"ssm": state})
+
+
+def selective_scan(
+    x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, cache: C, group: str
+) -> tuple[jax.Array, C]:
+    """Run the recurrence of Mamba 1 for each channel: ``s ← exp(dt a) s + dt x b``, then ``y = s · c``.
+
+    The states s ``[N]`` of all channels are the state "ssm" of the cache. Several tokens are computed in chunks, by
+    an associative scan (arXiv:2312.00752), in time linear in T. On a mesh each device has its own channels.
+
+    Args:
+        x: inputs ``[B, T, C]``.
+        dt: lengths of the time steps, ``[B, T, C]``.
+        a: rates of the decay, ``[C, N]``, at most 0.
+        b, c: input and output vectors of the states, ``[B, T, N]``, which all channels share.
+        cache: the layer's cache.
+        group: name of the group in the cache.
+
+    Returns:
+        The results ``[B, T, C]`` in float32, and the cache with the state after the tokens.
+
+    Example:
+        >>> from maxjax.models.parts.cache import no_cache
+        >>> x, b = jnp.ones((1, 3, 4)), jnp.ones((1, 3, 5))
+        >>> y, _ = selective_scan(x, x, -jnp.ones((4, 5)), b, b, no_cache(3), "mamba")
+        >>> y.shape
+        (1, 3, 4)
+    """
+    dt, is_step, before = zero_padding(dt, cache), cache.context.is_step, cache.read(group)
+    a = jnp.broadcast_to(a[None], (x.shape[0], *a.shape))  # of each sequence, as a mesh splits them
+    state = jnp.zeros(a.shape, jnp.float32) if before is None else before["ssm"]
+    if is_step or x.shape[1] == 1:
+        x, dt, b, c = (v if is_step else v[:, 0] for v in (x, dt, b, c))
+        axes, out = (1, 1, 1, 0, 0, 1), [(2, 1), (3, 1)]
+        y, state = _by_heads(selective_step, (x, dt, a, b, c, state), axes, out, cache.context.mesh)
+        y = y if is_step else y[:, None]
+    else:
+        axes, out = (2, 2, 1, 0, 0, 1), [(3, 2), (3, 1)]
+        y, state = _by_heads(
+            selective_chunks, (x, dt, a, b, c, state), axes, out, cache.context.mesh
+        )
     return y, cache.replace(group, {"ssm": state})
 
 
@@ -262,7 +307,7 @@ def _by_heads(
     Args:
         run: a function of arrays whose sequences and heads do not depend on each other.
         operands: arrays ``[B, ...]``.
-        axes: index of the axis of heads in each operand.
+        axes: index of the axis of heads in each operand; 0: all heads share it.
         out: (number of axes, index of the axis of heads) of each result.
         mesh: the mesh, or None.
     """

@@ -289,6 +289,18 @@ def of_mamba2(pick: Pick, found: Settings) -> Settings:
             "residual_in_fp32": pick.maybe(), "layer_norm_epsilon": pick(1e-5, 1e-3)}  # fmt: skip
 
 
+def of_mamba1(pick: Pick, found: Settings) -> Settings:
+    return {"hidden_size": pick(16, 24, 36), "expand": pick(1, 2, 3), "state_size": pick(5, 8, 16),
+            "intermediate_size": pick(LEFT_OUT, LEFT_OUT, 40),
+            "conv_kernel": pick(2, 4), "time_step_rank": pick(LEFT_OUT, "auto", 3, 7), "use_bias": False,
+            "use_conv_bias": pick.maybe(), "residual_in_fp32": pick.maybe(),
+            "layer_norm_epsilon": pick(1e-5, 1e-3)}  # fmt: skip
+
+
+def of_falcon_mamba(pick: Pick, found: Settings) -> Settings:
+    return {**of_mamba1(pick, found), "mixer_rms_eps": pick(1e-6, 1e-3)}
+
+
 def of_falcon_h1(pick: Pick, found: Settings) -> Settings:
     heads, width, more = mamba(pick, found)
     near = lambda count: [pick(0.3, 0.7, 1.0, 1.3) for _ in range(count)]
@@ -437,6 +449,8 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "gpt2": of_gpt2,
     "hunyuan_v1_moe": of_hunyuan,
     "granitemoehybrid": of_granite_hybrid,
+    "mamba": of_mamba1,
+    "falcon_mamba": of_falcon_mamba,
     "mamba2": of_mamba2,
     "gpt_neox": of_neox,
     "falcon": of_falcon,

@@ -29,13 +29,13 @@ PROMPTS = (21, 3, 9)  # tokens of each row
 WRITTEN = 12  # tokens behind each
 # One family of each kind of layers, among them all with a recurrence, whose long texts go another way.
 KINDS = {
-    "llama", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "qwen3_next", "lfm2", "mamba2",
-    "falcon_h1", "nemotron_h", "granitemoehybrid",
+    "llama", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "qwen3_next", "lfm2", "mamba",
+    "mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid",
 }  # fmt: skip
 # Of each kind of layers, of windows, caps, sinks and biases of positions: steps of the default set.
 STEPS = (
     "deepseek_v3-yarn", "gemma4_text-shared", "gpt_oss-1", "llama-1", "qwen3_next-long", "lfm2-adjusted",
-    "mamba2-codestral", "falcon_h1-factors", "nemotron_h-nano", "granitemoehybrid-tiny", "gemma2-caps",
+    "mamba-130m", "mamba2-codestral", "falcon_h1-factors", "nemotron_h-nano", "granitemoehybrid-tiny", "gemma2-caps",
     "gemma3n_text-sparse", "llama4_text-1", "falcon-40b", "phi3-mini", "opt-350m", "qwen2-windows",
     "bloom-heads",
 )  # fmt: skip

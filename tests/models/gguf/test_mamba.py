@@ -1,7 +1,7 @@
-"""GGUF files of models with Mamba 2: as llama.cpp's converter writes them, and back again bit for bit.
+"""GGUF files of models with Mamba 1 or 2: as llama.cpp's converter writes them, and back again bit for bit.
 
-The oracle is the converter's ``Mamba2Model.modify_tensors``, written down in NumPy; llama.cpp itself runs
-such files in tests/models/families.
+The oracle is ``modify_tensors`` of the converter's ``MambaModel`` and ``Mamba2Model``, written down in NumPy;
+llama.cpp itself runs such files in tests/models/families.
 """
 
 import json
@@ -29,14 +29,17 @@ KINDS = {
     "nemotron_h-dense": ("nemotron_h", "mixer"),
     "falcon_h1": ("falcon-h1", "mamba"),
 }
+# Those with Mamba 1.
+SELECTIVE = {"mamba": ("mamba", "mixer"), "falcon_mamba": ("mamba", "mixer")}
+ALL = {**KINDS, **SELECTIVE}
 CASES = {
-    name: case for case in reversed(every()) for name in (str(case), case.family) if name in KINDS
+    name: case for case in reversed(every()) for name in (str(case), case.family) if name in ALL
 }
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=ALL)
 def made(request, tmp_path_factory):
     """(Family or case, folder with a checkpoint in ``hf`` and ``hf.gguf``, its tensors, its configuration)."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -74,10 +77,12 @@ def folded(name, values, config):
 
 def mixed(name, values, config):
     """A tensor of a mixer, as the converter stores it."""
+    is_selective = config["model_type"] in SELECTIVE
     if name.endswith("A_log"):
-        return -np.exp(values.astype(np.float64)).astype(np.float32)[:, None]
+        rates = -np.exp(values.astype(np.float64)).astype(np.float32)
+        return rates if is_selective else rates[:, None]
     if name.endswith(".D"):
-        return values[:, None]
+        return values if is_selective else values[:, None]
     if name.endswith("conv1d.weight"):
         return values[:, 0]
     if name.endswith("norm.weight"):
@@ -88,13 +93,19 @@ def mixed(name, values, config):
 
 def test_tensors_are_those_of_the_converter(made):
     family, folder, tensors, config = made
-    architecture, mixer = KINDS[family]
+    architecture, mixer = ALL[family]
     metadata, found = files.read(folder / "hf.gguf")
     parts = {
         "in_proj.weight": "ssm_in.weight", "conv1d.weight": "ssm_conv1d.weight", "D": "ssm_d",
         "conv1d.bias": "ssm_conv1d.bias", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias",
         "norm.weight": "ssm_norm.weight", "out_proj.weight": "ssm_out.weight",
     }  # fmt: skip
+    if family in SELECTIVE:
+        del parts["dt_bias"], parts["norm.weight"]
+        parts |= {
+            f"{part}.{kind}": f"ssm_{part.removesuffix('_proj')}.{kind}"
+            for part, kind in (("x_proj", "weight"), ("dt_proj", "weight"), ("dt_proj", "bias"))
+        }
     seen = 0
     for name, values in tensors.items():
         front, _, part = name.partition(f".{mixer}.")
@@ -108,11 +119,28 @@ def test_tensors_are_those_of_the_converter(made):
     heads, inner = (
         metadata[f"{architecture}.ssm.{key}"] for key in ("time_step_rank", "inner_size")
     )
-    assert (
-        found["blk.0.ssm_a"].shape == (heads, 1) and found["blk.0.ssm_out.weight"].shape[1] == inner
-    )
+    assert found["blk.0.ssm_out.weight"].shape[1] == inner
+    if family in SELECTIVE:  # "heads" is the rank of the time steps
+        assert found["blk.0.ssm_dt.weight"].shape == (inner, heads)
+    else:
+        assert found["blk.0.ssm_a"].shape == (heads, 1)
 
 
+@pytest.mark.parametrize("made", SELECTIVE, indirect=True)
+def test_all_but_the_rates_of_channels_come_back_bit_for_bit(made, tmp_path):
+    """Of Mamba 1's rates, a matrix in each layer, a file does not hold the exact values as well."""
+    _, folder, tensors, _ = made
+    convert(folder / "hf.gguf", tmp_path / "hf")
+    found = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
+    assert set(found) == set(tensors) and len(found) > 20
+    for name, values in tensors.items():
+        if name.endswith("A_log"):
+            np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-7, err_msg=name)
+        else:
+            np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("made", KINDS, indirect=True)
 def test_back_again_every_bit_is_the_same(made, tmp_path):
     _, folder, tensors, config = made
     convert(folder / "hf.gguf", tmp_path / "hf")
@@ -125,6 +153,7 @@ def test_back_again_every_bit_is_the_same(made, tmp_path):
     assert (tmp_path / "hf.gguf").read_bytes() == (folder / "hf.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("made", KINDS, indirect=True)
 def test_files_of_llama_cpp_are_stable(made, tmp_path):
     """Which have no exact values beside A: these come back to a unit in the last place, all others as they are."""
     _, folder, _, _ = made
@@ -147,6 +176,7 @@ def test_files_of_llama_cpp_are_stable(made, tmp_path):
 
 
 @pytest.mark.default("mamba2", "nemotron_h")
+@pytest.mark.parametrize("made", KINDS, indirect=True)
 def test_narrow_types(made, tmp_path):
     family, folder, _, _ = made
     source = "hf.gguf" if family == "falcon_h1" else "hf"  # of which no factor is left
@@ -161,6 +191,7 @@ def test_narrow_types(made, tmp_path):
         )
 
 
+@pytest.mark.parametrize("made", KINDS, indirect=True)
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
