@@ -21,6 +21,7 @@ from ...storage.save.beside import Files
 from ...storage.strict_json import load_json, read_json_bytes
 from .added import CONFIG, FLAGS, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
 from .limits import check_tokenizer
+from .sentencepiece_classes import around_language
 from .settings import apply_settings
 from .vocab import Read, post_processor, read_vocabulary
 
@@ -149,6 +150,13 @@ def _changes_tokens(own: list[Any], beside: TokenFiles) -> bool:
 def _set_post_processor(
     backend: Any, vocabulary: Read, settings: Mapping[str, Any], beside: TokenFiles
 ) -> None:
+    if vocabulary.kind.post_processor == "language":
+        from tokenizers.processors import TemplateProcessing
+
+        eos = beside.named["eos_token"]
+        found = around_language(settings, eos, backend.token_to_id, vocabulary.file)
+        backend.post_processor = guarded(TemplateProcessing, *found)
+        return
     processor = guarded(
         post_processor, vocabulary.kind, settings, beside.named, backend.token_to_id
     )

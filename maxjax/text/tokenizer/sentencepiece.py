@@ -20,6 +20,7 @@ from ...models.gguf.tokenizer.bpe import sentencepiece
 from ...models.gguf.tokenizer.tokens import CONTROL, NORMAL, UNKNOWN
 from ...models.gguf.tokenizer.unigram import normalizer, unigram
 from ...storage.files import open_regular, read_whole
+from .sentencepiece_classes import CLASSES, Pieces
 
 FILES = (
     "tokenizer.model",
@@ -48,7 +49,7 @@ _EXTRA_IDS = 100
 
 def read_sentencepiece(
     path: Path, settings: Mapping[str, Any], kind: str
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of a ``tokenizer.json`` for a SentencePiece model, and its special tokens by name.
 
     Args:
@@ -59,9 +60,16 @@ def read_sentencepiece(
     Raises:
         CheckpointFormatError: the file is not such a model, or a value is wrong.
         CheckpointLimitError: the file is too long, or has too many tokens.
-        UnsupportedModelError: the model is of words or of characters, or marks the ends of words.
+        UnsupportedModelError: the model is of words or of characters, or marks the ends of words, or the files
+            do not list the language of its texts.
     """
     model = _Model(path)
+    if kind in CLASSES:
+        pieces = Pieces(
+            path, list(zip(model.pieces, model.scores, strict=True)), model.types,
+            max(model.ids["unknown"], 0), model.charsmap, settings,
+        )  # fmt: skip
+        return CLASSES[kind].document(pieces), dict(CLASSES[kind].special)
     keys: dict[str, Any] = {
         "add_space_prefix": model.adds_prefix, "remove_extra_whitespaces": model.squeezes,
         "precompiled_charsmap": model.charsmap,

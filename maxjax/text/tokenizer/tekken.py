@@ -47,18 +47,45 @@ def read_tekken(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     special = _special(document, config, path)
     size = _count(config, "default_vocab_size", None, _MAX_TOKENS, path)
     ranks = _ranks(listed[: None if size is None else max(0, size - len(special))], path)
-    letters = {byte: letter for letter, byte in byte_letters().items()}
-    spelled = {token: "".join(letters[b] for b in token) for token in ranks}
-    vocab = {spelled[token]: rank + len(special) for token, rank in ranks.items()}
-    if doubled := [text for text in special if text in vocab]:
-        raise _wrong(path, "a special token is a token of the vocabulary too", doubled[0])
-    vocab |= {text: i for i, text in enumerate(special)}
-    merges = [(spelled[a], spelled[b]) for a, b in _merges(ranks, path)]
+    numbers = {text: i for i, text in enumerate(special)}
     before = 1 if settings.get("add_bos_token") is not False and len(special) > 2 else None
     after = 2 if settings.get("add_eos_token") is True and len(special) > 2 else None
     around = None
     if before is not None or after is not None:
         around = template(special, before, after, second=before)
+    return ranked_document(ranks, len(special), numbers, pattern, post_processor=around, path=path)
+
+
+def ranked_document(
+    ranks: Mapping[bytes, int],
+    first: int,
+    special: Mapping[str, int],
+    pattern: str,
+    *,
+    post_processor: Any,
+    path: Path,
+) -> dict[str, Any]:
+    """The content of a ``tokenizer.json`` for byte-level BPE by the ranks of tokens.
+
+    Args:
+        ranks: the bytes of each token, and its rank.
+        first: the id of the token with the rank 0.
+        special: the special tokens and their ids.
+        pattern: the regular expression that splits texts.
+        post_processor: that of the document.
+        path: the path of the file, for messages.
+
+    Raises:
+        CheckpointFormatError: a special token is a token of the vocabulary too.
+        CheckpointLimitError: too many tokens begin with other tokens.
+    """
+    letters = {byte: letter for letter, byte in byte_letters().items()}
+    spelled = {token: "".join(letters[b] for b in token) for token in ranks}
+    vocab = {spelled[token]: rank + first for token, rank in ranks.items()}
+    if doubled := [text for text in special if text in vocab]:
+        raise _wrong(path, "a special token is a token of the vocabulary too", doubled[0])
+    vocab |= special
+    merges = [(spelled[a], spelled[b]) for a, b in _merges(ranks, path)]
     split = {
         "type": "Split",
         "pattern": {"Regex": pattern},
@@ -73,10 +100,10 @@ def read_tekken(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
     return {
         "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [added(i, text, True) for i, text in enumerate(special)],
+        "added_tokens": [added(i, text, True) for text, i in special.items()],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": around,
+        "post_processor": post_processor,
         "decoder": BYTE_LEVEL_DECODER,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,

@@ -1,8 +1,8 @@
 """Reads tokenizers without a ``tokenizer.json``: ``vocab.json`` with ``merges.txt``, ``vocab.txt``, and others.
 
-``sentencepiece`` reads SentencePiece's models, and ``tekken`` Mistral's ``tekken.json``. The other files have
-only the tokens. How text is split, and which special tokens surround it, depends on
-the class of transformers that ``tokenizer_config.json`` or ``config.json`` names. Here each of these
+``sentencepiece`` reads SentencePiece's models, ``tekken`` Mistral's ``tekken.json`` and ``tiktoken`` Kimi's
+``tiktoken.model``. The other files have only the tokens. How text is split, and which special tokens surround it,
+depends on the class of transformers that ``tokenizer_config.json`` or ``config.json`` names. Here each of these
 classes is expressed as the content of a ``tokenizer.json``.
 
 Sources: ``tokenization_gpt2.py``, ``_qwen2``, ``_gpt_neox``, ``_codegen``,
@@ -25,17 +25,19 @@ from ...storage.save.beside import Files
 from .limits import check_list
 from .sentencepiece import FILES as SENTENCEPIECE
 from .sentencepiece import read_sentencepiece
+from .sentencepiece_classes import CLASSES
 from .tekken import FILE as TEKKEN
 from .tekken import read_tekken
+from .tiktoken import FILE as TIKTOKEN
+from .tiktoken import read_tiktoken
 
 VOCAB, MERGES, WORDS = "vocab.json", "merges.txt", "vocab.txt"
 # Files of tokenizers that are not supported, with their formats.
 _OTHERS = {
-    "tiktoken.model": "tiktoken",
     "qwen.tiktoken": "tiktoken",
     "vocab.bpe": "GPT-2's first format",
 }
-VOCABULARIES = (VOCAB, MERGES, WORDS, *SENTENCEPIECE, TEKKEN, *_OTHERS)
+VOCABULARIES = (VOCAB, MERGES, WORDS, *SENTENCEPIECE, TEKKEN, TIKTOKEN, *_OTHERS)
 """The files that have a vocabulary if there is no ``tokenizer.json``."""
 
 _END = "<|endoftext|>"
@@ -47,14 +49,15 @@ class TokenizerClass:
 
     Attributes:
         parts: a function from settings to its normalizer, pre_tokenizer and decoder.
-        special: its default special tokens.
+        special: its default special tokens: texts, or objects as in a ``tokenizer_config.json``.
         post_processor: the special tokens around a text: those of "bert" or "roberta", "flags" for those
-            that the settings ``add_bos_token`` and ``add_eos_token`` ask for, or "own" for those of the document.
+            that the settings ``add_bos_token`` and ``add_eos_token`` ask for, "own" for those of the document, or
+            "language" for NLLB's.
         words: whether its vocabulary is a list of words (WordPiece).
     """
 
     parts: Callable[[Mapping[str, Any]], dict[str, Any]]
-    special: Mapping[str, str]
+    special: Mapping[str, Any]
     post_processor: str = "flags"
     words: bool = False
 
@@ -123,12 +126,14 @@ _OF_MODELS: dict[str, str] = {
 }
 
 
-# Classes with Unigram models whose token ids are those of the file, or fairseq's.
-_UNIGRAMS = ("", "XLMRoberta", "T5", "PreTrained", "TokenizersBackend")
+# Classes with Unigram models whose token ids are known.
+_UNIGRAMS = ("", "XLMRoberta", "T5", *CLASSES, "PreTrained", "TokenizersBackend")
 _UNIGRAMS_OF_MODELS = {
     **dict.fromkeys("xlm-roberta jina_embeddings_v3 gte new".split(), "XLMRoberta"),
     **dict.fromkeys("t5 mt5 switch_transformers".split(), "T5"),
-}
+    "albert": "Albert", "camembert": "Camembert", "deberta-v2": "DebertaV2", "mbart": "MBart",
+    "nllb": "Nllb", "nllb-moe": "Nllb",
+}  # fmt: skip
 
 
 @dataclass
@@ -177,6 +182,10 @@ def read_vocabulary(directory: Path | Files, settings: Mapping[str, Any]) -> Rea
         texts = [item["content"] for item in document["added_tokens"]]
         names = {f"{n}_token": text for n, text in zip(("unk", "bos", "eos"), texts, strict=False)}
         return Read(document, TokenizerClass(_own, names, "own"), file)
+    if is_there(file := directory / TIKTOKEN):
+        named, model_type = _class_of(directory, settings)
+        is_kimi = named == "TikToken" or model_type.startswith("kimi")
+        return Read(read_tiktoken(file, settings, is_kimi), TokenizerClass(_own, {}, "own"), file)
     for name, what in _OTHERS.items():
         if is_there(directory / name):
             raise UnsupportedModelError(
@@ -190,6 +199,7 @@ def _sentencepiece(directory: Path | Files, file: Path, settings: Mapping[str, A
     """The tokenizer of a SentencePiece model."""
     named, model_type = _class_of(directory, settings)
     name = named or _UNIGRAMS_OF_MODELS.get(model_type, "")
+    name = "T5" if name == "MT5" else name
     document, special = read_sentencepiece(file, settings, name)
     is_unigram = document["model"]["type"] == "Unigram"
     if is_unigram and name not in _UNIGRAMS:
@@ -200,7 +210,8 @@ def _sentencepiece(directory: Path | Files, file: Path, settings: Mapping[str, A
         )
     if is_unigram and name == "XLMRoberta":
         special = {**_ROBERTA.special, **special}
-    return Read(document, TokenizerClass(_own, special, "own"), file)
+    marks = "language" if name == "Nllb" else "own"
+    return Read(document, TokenizerClass(_own, special, marks), file)
 
 
 def _own(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -459,7 +459,7 @@ def test_a_class_that_is_not_known(tmp_path, gpt2, settings, said):
     assert "tokenizer.json" in str(caught.value) and "tokenizer=False" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tiktoken.model", "vocab.bpe", "qwen.tiktoken"])
+@pytest.mark.parametrize("name", ["vocab.bpe", "qwen.tiktoken"])
 def test_a_format_that_is_not_read_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"\n\x05\n\x01a")
     with pytest.raises(UnsupportedModelError, match=name):
