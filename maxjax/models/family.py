@@ -223,9 +223,12 @@ class PretrainedModel(Module):
     def hf_config(self, config: Mapping[str, Any] | None) -> None:
         has_score = getattr(self, "score", None) is not None
         if config is not None and "architectures" in config and not has_score:
-            named = self.family.architectures
+            named, given = self.family.architectures, (config["architectures"] or [None])[0]
             has_head = getattr(self, "lm_head", self) is not None
-            config = {**config, "architectures": [named[0 if has_head else -1]]}
+            name = named[0 if has_head else -1]
+            # An encoder's head may have several names, such as "…ForPreTraining".
+            name = given if self.task is not None and given in named else name
+            config = {**config, "architectures": [name]}
         self._config_text = None if config is None else json.dumps(config)
 
     def load_state_dict(

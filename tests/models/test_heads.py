@@ -428,6 +428,15 @@ def test_a_part_of_the_head_that_does_not_run_is_named_and_kept(tmp_path, caplog
     assert safetensors.numpy.load_file(tmp_path / "b" / WEIGHTS).keys() == found.keys()
 
 
+def test_a_head_keeps_the_name_of_its_file():
+    model = made()
+    for name in ("BertForPreTraining", "BertForMaskedLM"):
+        model.hf_config = {"architectures": [name]}
+        assert model.hf_config == {"architectures": [name]}
+    model.hf_config = {"architectures": ["Mine"]}
+    assert model.hf_config == {"architectures": ["BertForMaskedLM"]}
+
+
 def test_a_gguf_file_has_the_body_alone(tmp_path, caplog):
     maxjax.save_pretrained(made(), tmp_path / "a")
     maxjax.checkpoint.convert(tmp_path / "a", tmp_path / "a.gguf")
