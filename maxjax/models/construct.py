@@ -96,6 +96,9 @@ def build(
         main = main_dtype(unquantised(found)) or DType.float32
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
     packed: set[str] = set()
+    bias = family.tied[0].removesuffix("weight") + "bias"
+    if raw is not whole and bias in model.raw_state_dict() and bias not in found:
+        model.lm_head.bias = None  # the head of a multimodal model has none
     if quantization is None:
         check_has_settings(model, found, raw, path=path)
     else:

@@ -30,6 +30,9 @@ from .names import Row
 # Numbers in a block of MXFP4, and bytes that hold them; a GGUF block has its scale in front of these.
 _NUMBERS, _BYTES = 32, 16
 _MXFP4 = QuantizationEncoding.MXFP4
+# MLX's names of a layer's experts: one tensor for each projection.
+_MLX = ("gate_proj", "up_proj", "down_proj")
+_STACKED = re.compile(rf"(.*\.)switch_mlp\.({'|'.join(_MLX)})\.(weight|scales|biases|bias)")
 _SUFFIXES = ("_blocks", "_scales", "_bias", ".weight", "")
 
 
@@ -70,9 +73,12 @@ class FusedExperts(Row):
         """
         split: dict[str, Any] = {}
         for name, value in tensors.items():
-            found = self._found(name)
-            if found is None:
-                parts: Any = [(name, value)]
+            found, stacked = self._found(name), _STACKED.fullmatch(name)
+            parts: Any
+            if stacked is not None:
+                parts = self._stacked(stacked, name, value)
+            elif found is None:
+                parts = [(name, value)]
             elif found[2] == "_scales":
                 if name.removesuffix("_scales") + "_blocks" not in tensors:
                     raise CheckpointFormatError("scales without their blocks", tensor=name)
@@ -89,6 +95,20 @@ class FusedExperts(Row):
                     )
                 split[part] = data
         return split
+
+    def _stacked(self, found: re.Match[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """The tensors of single experts of a projection that MLX holds as one, each with its own quantisation."""
+        front, kind, suffix = found.groups()
+        place = _MLX.index(kind) - len(_MLX) + len(self.projections)
+        shape = tuple(int(n) for n in value.shape)
+        if len(shape) not in (2, 3) or not shape[0] or place < 0:
+            raise CheckpointFormatError(
+                "not a stack of experts", tensor=name, expected="[experts, out, …]", found=shape
+            )
+        rest = self.expert.partition("experts.#.")[2].removesuffix("weight") + suffix
+        for number in range(shape[0]):
+            new = f"{front}experts.{number}.{rest}".replace("*", self.projections[place])
+            yield new, _part(name, value, ExpertLayout(number, shape[0], 0, 1))
 
     def _found(self, name: str) -> tuple[str, bool, str] | None:
         """(Name of the layer, whether the tensor is gate and up, suffix) of a tensor; None for any other tensor."""

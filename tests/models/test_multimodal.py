@@ -45,6 +45,7 @@ HEARD = {
 }  # fmt: skip
 NORMS = (
     "model.norm.weight", "model.embedding_norm.weight", "model.final_layer_norm.weight",
+    "model.final_layernorm.weight",
 )  # fmt: skip
 SECTIONS = {"type": "mrope", "mrope_section": [1, 1, 2]}.items()
 EVEN = {"rope_type": "default", "rope_theta": 1e6}
@@ -140,6 +141,10 @@ PAIRS = {
         "LlavaConfig", NEOX, {"vision_config": CLIP, "tie_word_embeddings": False},
     ),
     "LlavaNextForConditionalGeneration": ("LlavaNextConfig", GRANITE, {"vision_config": CLIP}),
+    # Its head has no bias there, unlike that of a Phi.
+    "VipLlavaForConditionalGeneration": (
+        "VipLlavaConfig", {"model_type": "phi", "partial_rotary_factor": 0.5}, {"vision_config": CLIP},
+    ),
     "LlavaOnevisionForConditionalGeneration": (
         "LlavaOnevisionConfig", {"model_type": "phi3"}, {"vision_config": CLIP},
     ),

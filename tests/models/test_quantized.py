@@ -235,6 +235,42 @@ def test_tables_of_mlx(key, tmp_path, caplog):
             convert(directory, tmp_path / to, dtype=None if "gguf" in to else "bfloat16")
 
 
+def test_experts_of_mlx(tmp_path):
+    """MLX holds a projection of all experts as one tensor, and may quantise the router with more bits."""
+    settings = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 3,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True, "head_dim": 32,
+        "num_hidden_layers": 1,
+    }  # fmt: skip
+    front = "model.layers.0.mlp"
+    case = mlx(own={
+        f"{front}.gate": {"group_size": 32, "bits": 8}, f"{front}.switch_mlp.up_proj": {"bits": 8},
+    })  # fmt: skip
+    (config, packed), (plain, floats) = tensors_of(case, **settings)
+    rng = np.random.default_rng(0)
+    found, values = mlx(8, 32).quantise(floats[f"{front}.gate.weight"].astype(np.float64), rng)
+    floats[f"{front}.gate.weight"] = values.astype(np.float32)
+    packed |= {f"{front}.gate.{key}": value for key, value in found.items()}
+    for i in range(3):
+        name = f"{front}.experts.{i}.up_proj"
+        found, values = mlx(8).quantise(rng.normal(0, 0.1, (192, 128)), rng)
+        floats[f"{name}.weight"] = values.astype(np.float32)
+        packed |= {f"{name}.{key}": value for key, value in found.items()}
+    single = dict(packed)
+    for name in [name for name in packed if ".experts.0." in name]:
+        each = [packed.pop(name.replace("experts.0", f"experts.{i}")) for i in range(3)]
+        packed[name.replace("experts.0", "switch_mlp")] = np.stack(each)
+    directory, ids = write(tmp_path / "q", config, packed), ids_of(2, 6)
+    expected = call(loaded(write(tmp_path / "f", plain, floats)), ids)
+    model = loaded(directory)
+    near(call(model, ids), expected)
+    for name, value in model.state_dict().items():
+        assert np.asarray(value).tobytes() == single[name].tobytes(), name
+    near(call(loaded(directory, mesh=maxjax.make_mesh(expert=3)), ids), expected)
+    maxjax.save_pretrained(model, tmp_path / "saved")
+    near(call(loaded(tmp_path / "saved"), ids), expected)
+
+
 def test_the_file_that_modelopt_writes_beside_the_configuration(tmp_path):
     """``hf_quant_config.json``, and scales of a cache in FP8, which have no effect."""
     (config, packed), (plain, floats) = tensors_of(CASES["modelopt nvfp4"], num_hidden_layers=1)

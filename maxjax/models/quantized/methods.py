@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -223,7 +224,9 @@ def _mlx(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     whole = _mlx_layout(settings)
 
     def layout_for(name: str) -> LayoutOf:
-        own = next((one for one in names_in_files(name) if one in settings.raw), None)
+        stacked = re.sub(r"\.experts\.\d+\.", ".switch_mlp.", name)  # all experts of a layer
+        names = (*names_in_files(name), *names_in_files(stacked))
+        own = next((one for one in names if one in settings.raw), None)
         changed = None if own is None else settings.raw[own]
         if not isinstance(changed, Mapping):
             return whole
