@@ -41,6 +41,13 @@ def vocabulary_layer(table: Embedding, config: Any, dtypes: Dtypes, has_bias: bo
         config: settings of the model.
         dtypes: dtypes of weights, and of norms.
         has_bias: whether the layer has a bias.
+
+    Example:
+        >>> from maxjax.models import BertConfig
+        >>> config = BertConfig(100, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+        >>> table = Embedding(config.vocab_size, config.hidden_size)
+        >>> vocabulary_layer(table, config, Dtypes.of("float32", "float32")).weight is table.weight
+        True
     """
     rows, width = map(int, table.weight.logical_shape)
     tied = table.weight if config.tie_word_embeddings else None
@@ -240,7 +247,12 @@ class AnswerFinder:
 
 
 def start_and_end(logits: jax.Array) -> dict[str, jax.Array]:
-    """Return the two logits ``[B, T]`` of each token, of logits ``[B, T, 2]``, by the names of ``EncoderOutput``."""
+    """Return the two logits ``[B, T]`` of each token, of logits ``[B, T, 2]``, by the names of ``EncoderOutput``.
+
+    Example:
+        >>> start_and_end(jnp.array([[[1, 5], [2, 6]]]))["end_logits"].tolist()
+        [[5.0, 6.0]]
+    """
     logits = logits.astype(jnp.float32)
     return {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
 
@@ -264,6 +276,12 @@ def with_head(
         layer: name of the layer of a head for masked words whose weight is the embedding table.
         table: name of the embedding table's weight.
         bias: the name that files have for the bias of this layer, if it is not that of the layer.
+
+    Example:
+        >>> from maxjax.models import BertForTokenClassification, BertModel
+        >>> found = with_head(BertModel.family, BertForTokenClassification, "classifier.*")
+        >>> found.architectures, found.names.file_names("classifier.bias")
+        (('BertForTokenClassification',), ['classifier.bias'])
     """
     names = family.names.with_head(*patterns)
     if layer is not None and bias is not None:
