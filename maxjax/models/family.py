@@ -54,8 +54,8 @@ class Family:
             are the checkpoint's tensors by the model's names: optional parts are built
             if their tensors are present.
         names: the names of tensors in files and in the model. In all families, scales of a KV cache in FP8
-            are dropped, since they have no effect without such a cache; and every decoder may be the text model of
-            a multimodal model.
+            are dropped, since they have no effect without such a cache. Every decoder may be the text model of a
+            multimodal model, whose other parts (``names.VISION_PATTERNS``) are left out.
         tied: names of the head's weight and of the embedding table's weight, which are one weight
             where the configuration ties them.
         gguf: how the family's GGUF files name tensors and settings; None: there are no such files.

@@ -75,6 +75,9 @@ def text_of(config: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
         return text_settings(config)
     except ValueError as error:
         raise CheckpointFormatError(str(error), path=path) from None
+    except UnsupportedModelError as error:
+        where = f"{os.fspath(path)}: " if path is not None else ""
+        raise UnsupportedModelError(f"{where}{error}") from None
 
 
 def _unsupported(

@@ -243,9 +243,9 @@ def test_known_families(config):
 @pytest.mark.parametrize(
     "config, named",
     [
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
+        ({"architectures": ["XLNetLMHeadModel"], "model_type": "xlnet"}, "XLNetLMHeadModel"),
         ({"architectures": ["JinaBertModel"], "model_type": "bert"}, "JinaBertModel"),
-        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": "xlnet"}, "xlnet"),
     ],
 )
 def test_unknown_ones_are_named_in_a_short_message(config, named):

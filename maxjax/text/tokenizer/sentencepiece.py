@@ -20,7 +20,7 @@ from ...models.gguf.tokenizer.bpe import sentencepiece
 from ...models.gguf.tokenizer.tokens import CONTROL, NORMAL, UNKNOWN
 from ...models.gguf.tokenizer.unigram import normalizer, unigram
 from ...storage.files import open_regular, read_whole
-from .sentencepiece_classes import CLASSES, Pieces
+from .sentencepiece_classes import CLASSES, Pieces, check_count
 
 FILES = (
     "tokenizer.model",
@@ -34,7 +34,6 @@ FILES = (
 _UNIGRAM, _BPE = 1, 2
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _KINDS = {3: "words", 4: "characters"}
-_MAX_PIECES = 1 << 20
 # The longest published file has 18 MB (XLM-V). Fields are read one by one, and may have two bytes each.
 _MAX_BYTES = 24 << 20
 # The fields of one message: a piece has three, the settings have some fifty and a list of tokens.
@@ -43,8 +42,6 @@ _MAX_CHARSMAP = 1 << 20
 # Classes of transformers whose first ids are those of fairseq, before the pieces of the file.
 _FAIRSEQ = ("XLMRoberta",)
 _FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
-# Number of T5's sentinel tokens, if ``tokenizer_config.json`` does not say it.
-_EXTRA_IDS = 100
 
 
 def read_sentencepiece(
@@ -83,9 +80,6 @@ def read_sentencepiece(
             keys |= {"add_bos_token": True, "add_eos_token": True, "seperator_token_id": 2}
         else:
             keys = {"add_bos_token": False, **keys}
-        if kind == "T5":
-            count = settings.get("extra_ids")
-            model.add_sentinels(count if type(count) is int else _EXTRA_IDS)
     keys |= {
         "tokens": model.pieces, "scores": model.scores, "token_type": model.types,
         **{f"{name}_token_id": i for name, i in model.ids.items() if 0 <= i < len(model.pieces)},
@@ -208,8 +202,7 @@ class _Model:
         self.pieces.append(text)
         self.scores.append(score)
         self.types.append(kind)
-        if len(self.pieces) > _MAX_PIECES:
-            raise _too_many(self.path)
+        check_count(len(self.pieces), self.path)
 
     def _trainer(self, value: Any) -> None:
         found = self._message(value)
@@ -261,13 +254,6 @@ class _Model:
         self.types = [CONTROL, CONTROL, CONTROL, UNKNOWN, *self.types[3:], CONTROL]
         self.ids = {"bos": 0, "padding": 1, "eos": 2, "unknown": 3}
 
-    def add_sentinels(self, count: int) -> None:
-        """Adds T5's sentinel tokens ``<extra_id_0>``, ``<extra_id_1>`` …: the first has the highest id."""
-        there = set(self.pieces)
-        for name in (f"<extra_id_{i}>" for i in range(count - 1, -1, -1)):
-            if name not in there:
-                self._add(name, 0.0, CONTROL)
-
 
 def _unsupported(path: Path, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
@@ -300,12 +286,4 @@ def _check_count(data: bytes, path: Path) -> None:
     while at < last and data[at] == 10 and data[at + 1] < 128:
         at += 2 + data[at + 1]
         count += 1
-    if count > _MAX_PIECES:
-        raise _too_many(path)
-
-
-def _too_many(path: Path) -> CheckpointLimitError:
-    expected, found = f"at most {_MAX_PIECES}", f"more than {_MAX_PIECES}"
-    return CheckpointLimitError(
-        "there are too many tokens", path=path, expected=expected, found=found
-    )
+    check_count(count, path)

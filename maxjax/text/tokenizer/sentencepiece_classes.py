@@ -1,10 +1,10 @@
 """SentencePiece's models in transformers' classes with numbers, normalisers and special tokens of their own.
 
 Each class is a function from the pieces of a file to the content of a ``tokenizer.json``, as transformers builds it
-where there is none: ALBERT, CamemBERT, DeBERTa V2 and V3, mBART, mBART-50 and NLLB.
+where there is none: ALBERT, CamemBERT, DeBERTa V2 and V3, mBART, mBART-50, NLLB, T5 and mT5.
 
-Sources: ``tokenization_albert.py``, ``_camembert``, ``_deberta_v2``, ``_mbart``, ``_mbart50`` and ``_nllb`` of
-transformers 5.24, and ``convert_from_spm`` of its converters.
+Sources: ``tokenization_albert.py``, ``_camembert``, ``_deberta_v2``, ``_mbart``, ``_mbart50``, ``_nllb`` and ``_t5``
+of transformers 5.24, and ``convert_from_spm`` of its converters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import UnsupportedModelError
+from ...errors import CheckpointFormatError, CheckpointLimitError, UnsupportedModelError
 from ...models.gguf.tokenizer.bpe import cuts
 from ...models.gguf.tokenizer.tokens import CONTROL, UNKNOWN, USER, added, document
 
@@ -104,7 +104,13 @@ class SentencePieceClass:
     special: Mapping[str, Any]
 
     def document(self, pieces: Pieces) -> dict[str, Any]:
-        """The content of a ``tokenizer.json`` for a file."""
+        """The content of a ``tokenizer.json`` for a file.
+
+        Raises:
+            CheckpointFormatError: the file does not have one of the class's special tokens.
+            CheckpointLimitError: there are too many tokens, or too many of them begin with others.
+            UnsupportedModelError: the files do not list the language of the texts.
+        """
         parts = self.make(pieces)
         model = parts.get("model") or {
             "type": "Unigram", "unk_id": parts["unk_id"], "byte_fallback": False,
@@ -118,6 +124,11 @@ class SentencePieceClass:
             if kind in parts.get("added", (CONTROL, UNKNOWN, USER)) and text in ids
         } | dict.fromkeys(parts.get("codes", ()), True)
         single, pair = parts.get("around", ("", ""))
+        marks = {name.rpartition(":")[0] for name in f"{single} {pair}".split()} - {"$A", "$B"}
+        if missing := sorted(marks - ids.keys()):
+            raise CheckpointFormatError(
+                f"the special token {missing[0][:60]!r} is not in the vocabulary", path=pieces.path
+            )
         steps = parts["normalizers"]
         normalizer = {"type": "Sequence", "normalizers": steps} if steps else None
         return document(
@@ -317,6 +328,41 @@ def _unknown_language(path: Any, language: str) -> UnsupportedModelError:
     )
 
 
+# Number of T5's sentinel tokens, if ``tokenizer_config.json`` does not say it.
+_EXTRA_IDS = 100
+
+
+def _t5(pieces: Pieces) -> dict[str, Any]:
+    """T5's sentinel tokens ``<extra_id_0>``, ``<extra_id_1>`` … follow the pieces: the first has the highest id."""
+    count = pieces.settings.get("extra_ids")
+    count = count if type(count) is int else _EXTRA_IDS
+    check_count(len(pieces.scored) + count, pieces.path)
+    there = {text for text, _ in pieces.scored}
+    names = [f"<extra_id_{i}>" for i in range(count - 1, -1, -1)]
+    eos = pieces.named("eos", "</s>")
+    return {
+        "vocab": [*pieces.scored, *((name, 0.0) for name in names if name not in there)],
+        "unk_id": pieces.unknown, "normalizers": _table(pieces), "codes": names,
+        "pre_tokenizer": _words("always"), "around": (f"$A:0 {eos}:0", f"$A:0 {eos}:0 $B:0 {eos}:0"),
+    }  # fmt: skip
+
+
+_MAX_PIECES = 1 << 20
+
+
+def check_count(count: int, path: Path) -> None:
+    """Checks the number of tokens.
+
+    Raises:
+        CheckpointLimitError: there are too many.
+    """
+    if count > _MAX_PIECES:
+        expected, found = f"at most {_MAX_PIECES}", f"more than {_MAX_PIECES}"
+        raise CheckpointLimitError(
+            "there are too many tokens", path=path, expected=expected, found=found
+        )
+
+
 CLASSES: dict[str, SentencePieceClass] = {
     "Albert": SentencePieceClass(
         _albert,
@@ -344,5 +390,8 @@ CLASSES: dict[str, SentencePieceClass] = {
         _mbart50, {key: one for key, one in _FAIRSEQ.items() if key != "bos_token"}
     ),
     "Nllb": SentencePieceClass(_nllb, {**_FAIRSEQ, "mask_token": {**_MASK, "normalized": True}}),
+    "T5": SentencePieceClass(
+        _t5, {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    ),
 }
 """The classes by name, without "Tokenizer"."""

@@ -127,7 +127,7 @@ _OF_MODELS: dict[str, str] = {
 
 
 # Classes with Unigram models whose token ids are known.
-_UNIGRAMS = ("", "XLMRoberta", "T5", *CLASSES, "PreTrained", "TokenizersBackend")
+_UNIGRAMS = ("", "XLMRoberta", *CLASSES, "PreTrained", "TokenizersBackend")
 _UNIGRAMS_OF_MODELS = {
     **dict.fromkeys("xlm-roberta jina_embeddings_v3 gte new".split(), "XLMRoberta"),
     **dict.fromkeys("t5 mt5 switch_transformers".split(), "T5"),

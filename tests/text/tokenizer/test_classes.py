@@ -37,6 +37,9 @@ CLASSES = {
     "Camembert": ("sentencepiece.bpe.model", FAIRSEQ, (0, 1, 2, -1), [{}, {"add_prefix_space": False}]),
     "MBart": ("sentencepiece.bpe.model", FAIRSEQ, (0, 1, 2, -1), [{}, {"src_lang": "de_DE"}]),
     "MBart50": ("sentencepiece.bpe.model", FAIRSEQ, (0, 1, 2, -1), [{}, {"src_lang": "gl_ES"}]),
+    "T5": (
+        "spiece.model", [("<pad>", 3), ("</s>", 3), ("<unk>", 2)], (2, -1, 1, 0), [{}, {"extra_ids": 3}],
+    ),
     "Nllb": (
         "sentencepiece.bpe.model", FAIRSEQ, (0, 1, 2, -1),
         [CODES, CODES | {"src_lang": "fra_Latn", "legacy_behaviour": True}],
@@ -50,7 +53,8 @@ def texts():
     letters = " \n\taAbc.é猫🐱ﬁ１▁<>0xThe,'"
     return [
         "", " ", "   ", "Hello the world", " a  b\tc\n", "Déjà-vu, naïve ①Ａ", "<mask>x <mask>", "a <mask> b",
-        "[MASK] a [CLS]b[UNK]", "don't  stop", "''quoted`` THE", "</s>a<s>", "ends. ", "en_XX the fra_Latn", "<pad>",
+        "[MASK] a [CLS]b[UNK]", "don't  stop", "''quoted`` THE", "</s>a<s>", "the<extra_id_0>a", "ends. ",
+        "en_XX the fra_Latn", "<pad>",
         *("".join(rng.choices(letters, k=rng.randint(1, 24))) for _ in range(120)),
     ]  # fmt: skip
 
@@ -66,7 +70,7 @@ def written(directory, name, number=0, **more):
     rest = zip(model.pieces, model.scores, model.types, strict=True)
     data += b"".join(piece(text.encode(), score) for text, score, kind in rest if kind == 1)
     data += piece("▁user".encode(), 0.0, 4)
-    pad = pad if pad >= 0 else (1 << 64) - 1
+    bos, pad = (one if one >= 0 else (1 << 64) - 1 for one in (bos, pad))
     data += field(
         2, field(3, 1) + field(40, unknown) + field(41, bos) + field(42, eos) + field(43, pad)
     )
@@ -172,7 +176,7 @@ def test_the_model_names_the_class(tmp_path, model_type, name):
 
 
 def test_mt5_is_read_as_t5(tmp_path):
-    directory = written(tmp_path, "Albert")
+    directory = written(tmp_path, "T5")
     config = {"tokenizer_class": "MT5Tokenizer", "extra_ids": 2}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     found = load_tokenizer(directory)
@@ -180,6 +184,15 @@ def test_mt5_is_read_as_t5(tmp_path):
         json.dumps(config | {"tokenizer_class": "T5Tokenizer"})
     )
     assert found.encode("the<extra_id_0>") == load_tokenizer(directory).encode("the<extra_id_0>")
+
+
+@pytest.mark.parametrize(("name", "what"), [("Albert", "\\[CLS\\]"), ("T5", "</s>")])
+def test_a_file_without_the_special_tokens_of_its_class(tmp_path, name, what):
+    directory = written(tmp_path, name)
+    (file,) = directory.glob("*.model")
+    file.write_bytes(piece(b"<unk>", 0.0, 2) + piece(b"a", -1.0))
+    with pytest.raises(CheckpointFormatError, match=f"'{what}' is not in the vocabulary"):
+        load_tokenizer(directory)
 
 
 @pytest.mark.parametrize(
