@@ -5,7 +5,8 @@
     x = embed_tokens[ids]
     in each layer:
         h = input_layernorm(x)
-        q, k, v = rope(q_proj(h)), rope(k_proj(h)), v_proj(h)
+        q, k, v = q_proj(h), k_proj(h), v_proj(h)
+        q, k = rope(q_layernorm(q)), rope(k_layernorm(k))    the norms in the 12B alone
         x = x + o_proj(softmax(q kᵀ / √D) v)
         h = post_attention_layernorm(x)                      the same h as above, where they are in parallel
         x = x + down_proj(silu(gate_proj(h)) · up_proj(h))
@@ -19,21 +20,27 @@ A decode step, with one token per sequence, has no axis T.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
+from ..errors import CheckpointFormatError
 from ..graph.device import DeviceRef
+from ..graph.weights import WeightData
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
-from ..nn.norm import LayerNorm
+from ..nn.norm import ConstantLayerNorm, LayerNorm
 from .family import Family
+from .gguf.metadata import Settings
+from .gguf.pieces import computed
 from .gguf.table import GGUFTable
 from .names import DECODER, Names
 from .parts import (
@@ -63,6 +70,7 @@ class StableLMConfig(LanguageModelConfig):
     Attributes:
         use_qkv_bias: whether the projections of queries, keys and values have biases.
         use_parallel_residual: whether attention and MLP are added to the same hidden states.
+        qk_layernorm: whether each head of queries and keys is normalised, with a weight of its own.
     """
 
     model_type = "stablelm"
@@ -80,22 +88,34 @@ class StableLMConfig(LanguageModelConfig):
     rope_parameters: Rope = Rope(theta=10_000.0, part=0.25)
     use_qkv_bias: bool = False
     use_parallel_residual: bool = False
+    qk_layernorm: bool = False
     tie_word_embeddings: bool = False
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
-        """Read the settings of a file.
-
-        Raises:
-            UnsupportedModelError: the model has a norm for each head (``qk_layernorm``).
-        """
-        if raw.get("qk_layernorm"):
-            raise UnsupportedModelError("'qk_layernorm' of a StableLM, a norm for each head")
+        """Read the settings of a file, by default with 32 KV heads."""
         return super().from_hf(with_defaults(raw, {"num_key_value_heads": 32}), **values)
 
 
+class StableLMHeadNorms(Module):
+    """LayerNorm of each head, with a weight of its own and no bias."""
+
+    def __init__(self, heads: int, head_dim: int, dtype: DType, eps: float):
+        super().__init__()
+        self.normalise = ConstantLayerNorm(head_dim, eps=eps)
+        self.norms = LayerList(
+            LayerNorm(head_dim, dtype=dtype, eps=eps, use_bias=False) for _ in range(heads)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        # All heads at once, whose axis a mesh may split.
+        weight = jnp.stack([jnp.asarray(norm.weight) for norm in self.norms])  # [H, D]
+        weight = weight.reshape((1,) * (x.ndim - 2) + weight.shape).astype(jnp.float32)
+        return (self.normalise(x.astype(jnp.float32)) * weight).astype(x.dtype)  # [B, T, H, D]
+
+
 class StableLMAttention(Module):
-    """Attention with rotary positions of a part of each head."""
+    """Attention with rotary positions of a part of each head, and norms of queries and keys in the 12B."""
 
     def __init__(self, config: StableLMConfig, dtype: DType):
         super().__init__()
@@ -106,12 +126,19 @@ class StableLMAttention(Module):
         self.k_proj = Linear(E, K * D, dtype, has_bias=bias)
         self.v_proj = Linear(E, K * D, dtype, has_bias=bias)
         self.o_proj = Linear(H * D, E, dtype)
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            self.q_layernorm, self.k_layernorm = (
+                StableLMHeadNorms(n, D, dtype, config.layer_norm_eps) for n in (H, K)
+            )
 
     def __call__(
         self, x: jax.Array, cache: LayerCache, angles: Angles
     ) -> tuple[jax.Array, LayerCache]:
         q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)  # [B, T, H D], [B, T, K D]
         q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
         q, k = rope(q, angles), rope(k, angles)
         y, cache = attend(q, k, v, cache, scale=self.head_dim**-0.5)  # [B, T, H, D]
         return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
@@ -207,14 +234,61 @@ class StableLM(LanguageModel):
 
 # --- GGUF files ---------------------------------------------------------------------------------
 
+_EACH = re.compile(r"(.*\.self_attn\.[qk]_layernorm)\.norms\.(\d+)\.weight")
+
+
+def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+    """Cut the weights ``[H, D]`` of the norms of all heads into one for each."""
+    found: dict[str, WeightData] = {}
+    for name, data in tensors.items():
+        if not name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            found[name] = data
+            continue
+        shape = tuple(map(int, data.logical_shape))
+        if len(shape) != 2:
+            raise CheckpointFormatError(
+                "not the norms of all heads", path=given.path, tensor=name, expected="[H, D]", found=shape
+            )  # fmt: skip
+        for head in range(shape[0]):
+            new = f"{name.removesuffix('weight')}norms.{head}.weight"
+            found[new] = computed(new, [data], lambda all, head=head: all[head], shape[1:])
+    return found
+
+
+def _split(config: StableLMConfig, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
+    """Stack the weights of the norms of a layer's heads: the inverse of :func:`_join`."""
+    found: dict[str, WeightData] = {}
+    heads: dict[str, dict[int, WeightData]] = {}
+    for name, data in tensors.items():
+        if match := _EACH.fullmatch(name):
+            heads.setdefault(f"{match[1]}.weight", {})[int(match[2])] = data
+        else:
+            found[name] = data
+    for name, each in heads.items():
+        count = config.num_attention_heads if "q_lay" in name else config.num_key_value_heads
+        if set(each) != set(range(count)):
+            raise CheckpointFormatError(
+                "not the norms of all heads", tensor=name, expected=count, found=sorted(each)
+            )
+        shape = (count, config.head_dim)
+        found[name] = computed(
+            name, [each[i] for i in range(count)], lambda *all: np.stack(all), shape
+        )
+    return found
+
+
 STABLELM_GGUF = GGUFTable(
     "stablelm",
+    {".attn_q_norm": "self_attn.q_layernorm", ".attn_k_norm": "self_attn.k_layernorm"},
     keys={"use_parallel_residual": "use_parallel_residual"},
-    constants={"hidden_act": "silu", "qk_layernorm": False},
+    constants={"hidden_act": "silu"},
     read=lambda given, tensors, config: {
         "use_qkv_bias": config["attention_bias"],
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in tensors,
     },
+    join=_join,
+    split=_split,
     biases=("attn_q", "attn_k", "attn_v", "attn_norm", "ffn_norm", "output_norm"),
     epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
     is_partial=True,

@@ -97,7 +97,8 @@ def of_stablelm(pick: Pick, found: Settings) -> Settings:
     heads = found["num_attention_heads"]
     found = {**found, "hidden_size": heads * pick(8, 16)}
     changed = partly(pick, without_rope(found), 0.25, KINDS)
-    return {**no_rope(), **changed, "hidden_size": found["hidden_size"]}
+    return {**no_rope(), **changed, "hidden_size": found["hidden_size"],
+            "qk_layernorm": pick.maybe(0.3)}  # fmt: skip
 
 
 def delta(pick: Pick, found: Settings) -> Settings:

@@ -60,8 +60,7 @@ LEFT_OUT = {
     "exaone4": {"rope_freqs"},
     "gemma4": {"rope_freqs"},
     "starcoder2": {"rope_freqs", "blk.*.attn_rot_embd"},
-    # Of norms of single heads; refused.
-    "stablelm": {"rope_freqs", "blk.*.attn_q_norm", "blk.*.attn_k_norm"},
+    "stablelm": {"rope_freqs"},
     "smollm3": {"rope_freqs", "blk.*.attn_rot_embd"},
     # Of learned positions, of norms of queries and keys, and of scales of quantised activations; refused.
     "mpt": {"position_embd", "blk.*.attn_q_norm", "blk.*.attn_k_norm", "blk.*.ffn"},
