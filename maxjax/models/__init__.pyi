@@ -134,6 +134,8 @@ from .hunyuan import Hunyuan as Hunyuan
 from .hunyuan import HunyuanConfig as HunyuanConfig
 from .hunyuan import HunyuanMoE as HunyuanMoE
 from .hunyuan import HunyuanMoEConfig as HunyuanMoEConfig
+from .jamba import Jamba as Jamba
+from .jamba import JambaConfig as JambaConfig
 from .jina import JinaV3Config as JinaV3Config
 from .jina import JinaV3ForMaskedLM as JinaV3ForMaskedLM
 from .jina import JinaV3ForQuestionAnswering as JinaV3ForQuestionAnswering

@@ -196,6 +196,7 @@ ENTRIES: dict[str, Entry] = {
     "mamba.Mamba": Entry("mamba", "MambaForCausalLM MambaModel", "mamba"),
     "mamba.FalconMamba": Entry("falcon_mamba", "FalconMambaForCausalLM FalconMambaModel", "mamba"),
     "mamba2.Mamba2": Entry("mamba2", "Mamba2ForCausalLM Mamba2Model", "mamba2"),
+    "jamba.Jamba": Entry("jamba", "JambaForCausalLM JambaModel", "jamba"),
     "falcon_h1.FalconH1": Entry("falcon_h1", "FalconH1ForCausalLM FalconH1Model", "falcon-h1"),
     "nemotron_h.NemotronH": Entry(
         "nemotron_h", "NemotronHForCausalLM NemotronHModel", "nemotron_h nemotron_h_moe"

@@ -599,6 +599,16 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("return x + y.astype(x.dtype), cache", "return x - y.astype(x.dtype), cache"),
         ],
     },
+    "jamba": {
+        "jamba": [
+            ("jnp.exp(jnp.asarray(self.A_log)", "jnp.cosh(jnp.asarray(self.A_log)"),
+            ("self.dt_layernorm(dt), self.b_layernorm(b),", "dt, self.b_layernorm(b),"),
+            ("attend(q, k, v, cache)", "attend(q, k, v, cache, scale=0.1)"),
+            ('route(self.router(x), self.top_k, "softmax")', 'route(self.router(x), 1, "softmax")'),
+            ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
+            ("mixer(self.input_layernorm(x), cache)", "mixer(x, cache)"),
+        ],
+    },
     "nemotron_h": {
         "nemotron_h": [
             ("y, cache = attend(q, k, v, cache)", "y, cache = attend(q, v, k, cache)"),

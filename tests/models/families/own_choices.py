@@ -298,6 +298,19 @@ def of_mamba1(pick: Pick, found: Settings) -> Settings:
             "layer_norm_epsilon": pick(1e-5, 1e-3)}  # fmt: skip
 
 
+def of_jamba(pick: Pick, found: Settings) -> Settings:
+    # transformers wants a layer with attention.
+    most = found["num_hidden_layers"]
+    every = [(p, int(pick.rng.integers(min(p, most)))) for p in (pick(1, 2, 3), pick(1, 2, 4))]
+    names = [f"{kind}_layer_{what}" for kind in ("attn", "expert") for what in ("period", "offset")]
+    found = dict(zip(names, [*every[0], *every[1]], strict=True))
+    experts = pick(1, 4, 8)
+    return {**found, "num_experts": experts, "num_experts_per_tok": min(experts, pick(1, 2, 3)),
+            "mamba_expand": pick(1, 2, 3), "mamba_d_state": pick(5, 8, 16), "mamba_d_conv": pick(2, 4),
+            "mamba_dt_rank": pick(LEFT_OUT, "auto", 3, 7), "mamba_conv_bias": pick.maybe(),
+            "mamba_proj_bias": False}  # fmt: skip
+
+
 def of_falcon_mamba(pick: Pick, found: Settings) -> Settings:
     return {**of_mamba1(pick, found), "mixer_rms_eps": pick(1e-6, 1e-3)}
 
@@ -451,6 +464,7 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "hunyuan_v1_moe": of_hunyuan,
     "granitemoehybrid": of_granite_hybrid,
     "mamba": of_mamba1,
+    "jamba": of_jamba,
     "falcon_mamba": of_falcon_mamba,
     "mamba2": of_mamba2,
     "gpt_neox": of_neox,

@@ -30,7 +30,9 @@ KINDS = {
     "falcon_h1": ("falcon-h1", "mamba"),
 }
 # Those with Mamba 1.
-SELECTIVE = {"mamba": ("mamba", "mixer"), "falcon_mamba": ("mamba", "mixer")}
+SELECTIVE = {
+    "mamba": ("mamba", "mixer"), "falcon_mamba": ("mamba", "mixer"), "jamba": ("jamba", "mamba"),
+}  # fmt: skip
 ALL = {**KINDS, **SELECTIVE}
 CASES = {
     name: case for case in reversed(every()) for name in (str(case), case.family) if name in ALL
