@@ -18,7 +18,7 @@ from .tables import is_terminal, wrapped
 from .terminal import interrupts
 
 
-class Answer(NamedTuple):
+class Shown(NamedTuple):
     """An answer that was shown, with its times.
 
     Attributes:
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     stopped: bool
 
 
-def show(stream: Any, *, quiet: bool = False) -> Answer:
+def show(stream: Any, *, quiet: bool = False) -> Shown:
     """Writes an answer to stdout piece by piece, then a newline.
 
     On a terminal, a status line is shown until the first text. Ctrl-C ends the answer between two
@@ -70,7 +70,7 @@ def show(stream: Any, *, quiet: bool = False) -> Answer:
             sys.stdout.write("\n")
             sys.stdout.flush()
     seconds = time.perf_counter() - began
-    return Answer(stream.completion, first, early, seconds, stop.asked)
+    return Shown(stream.completion, first, early, seconds, stop.asked)
 
 
 def visible_text(text: str) -> str:
@@ -194,7 +194,7 @@ def nan_error(model: Any, completion: Any, find: bool) -> FloatingPointError:
 
 
 def stats(
-    answer: Answer,
+    answer: Shown,
     sampling: Any,
     seed: int | None,
     loaded: float | None = None,
@@ -230,7 +230,7 @@ def _settings(sampling: Any) -> str:
     return ", ".join(f"{n.replace('_', '-')} {v:g}" for n, v in found if off.get(n) != v)
 
 
-def _end(answer: Answer) -> str:
+def _end(answer: Shown) -> str:
     found = answer.completion
     after = f"after {tokens(found.tokens)}"
     if answer.stopped:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import UserInputError
 from ..paths import local_path
-from .answer import Answer, nan_error, say, show, stats, tokens
+from .answer import Shown, nan_error, say, show, stats, tokens
 from .model import (
     LoadedModel,
     chosen_key,
@@ -182,7 +182,7 @@ class _Chat:
         if self._terminal and answer.completion.finish_reason == "length" and not answer.stopped:
             say([f"(cut off after {tokens(answer.completion.tokens)})"])
 
-    def _answer(self, text: str) -> Answer:
+    def _answer(self, text: str) -> Shown:
         if left_out := self._conversation.make_room(text):
             say(
                 [f"(the context is full: the oldest {left_out} messages are left out from here on)"]

@@ -114,7 +114,7 @@ def tag(
     return found[0] if is_single else found
 
 
-class _Token(NamedTuple):
+class _Labelled(NamedTuple):
     """A token, or a word: the probabilities of its labels, its place, and whether it continues a word."""
 
     scores: np.ndarray
@@ -123,7 +123,7 @@ class _Token(NamedTuple):
     continues: bool = False
 
 
-def _tokens(tokenizer: Tokenizer, text: str, row: Encoding, scores: np.ndarray) -> list[_Token]:
+def _tokens(tokenizer: Tokenizer, text: str, row: Encoding, scores: np.ndarray) -> list[_Labelled]:
     """The tokens of a row without the added special tokens."""
     assert row.offsets is not None and row.sequence_ids is not None
     unknown, prefix = tokenizer.special_id("unk_token"), tokenizer.subword_prefix
@@ -138,20 +138,22 @@ def _tokens(tokenizer: Tokenizer, text: str, row: Encoding, scores: np.ndarray) 
             continues = len(pieces[i]) != end - start
         else:  # words are not known: they end at spaces
             continues = start > 0 and " " not in text[start - 1 : start + 1]
-        found.append(_Token(scores[i], start, end, continues))
+        found.append(_Labelled(scores[i], start, end, continues))
     return found
 
 
-def _spans(tokens: list[_Token], text: str, labels: dict[int, str], aggregation: str) -> list[Tag]:
+def _spans(
+    tokens: list[_Labelled], text: str, labels: dict[int, str], aggregation: str
+) -> list[Tag]:
     if aggregation not in ("none", "simple"):
-        words: list[list[_Token]] = []
+        words: list[list[_Labelled]] = []
         for token in tokens:
             if token.continues and words:
                 words[-1].append(token)
             else:
                 words.append([token])
         tokens = [
-            _Token(_of_word(word, aggregation), word[0].start, word[-1].end) for word in words
+            _Labelled(_of_word(word, aggregation), word[0].start, word[-1].end) for word in words
         ]
     found = []
     for token in tokens:
@@ -163,7 +165,7 @@ def _spans(tokens: list[_Token], text: str, labels: dict[int, str], aggregation:
     return found if aggregation == "none" else _grouped(found, text)
 
 
-def _of_word(word: Sequence[_Token], aggregation: str) -> np.ndarray:
+def _of_word(word: Sequence[_Labelled], aggregation: str) -> np.ndarray:
     """The probabilities of the labels of a word."""
     if aggregation == "first":
         return word[0].scores

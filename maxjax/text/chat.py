@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import UnknownArgumentError, UserInputError, some
 from .template.function_schema import function_schema
-from .template.render import Rendered, fields_of, render, rendered
+from .template.render import ChatText, fields_of, render, rendered
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -135,7 +135,7 @@ def tokenize_chat(
     if kwargs.pop("continue_final_message", False):
         raise UserInputError("continue_final_message is not supported for tokenize_chat")
 
-    def use(template: str, values: dict[str, Any]) -> Rendered:
+    def use(template: str, values: dict[str, Any]) -> ChatText:
         if not _MARKS_ANSWERS.search(template):
             raise UserInputError(
                 "the chat template has no {% generation %} block, so it does not say what the assistant writes: "

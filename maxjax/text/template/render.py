@@ -22,7 +22,7 @@ _LATE = f"it ran for more than {_SECONDS:g} seconds"
 _NESTED = "a message is nested too deeply, or in itself"
 
 
-class Rendered(NamedTuple):
+class ChatText(NamedTuple):
     """A prompt, and what ``{% generation %}`` blocks wrote of it.
 
     Attributes:
@@ -56,12 +56,12 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     return rendered(template, values).text
 
 
-def rendered(template: str, values: Mapping[str, Any]) -> Rendered:
+def rendered(template: str, values: Mapping[str, Any]) -> ChatText:
     """Renders a template as :func:`render`, and returns also what its ``{% generation %}`` blocks wrote.
 
     Example:
         >>> rendered("[user] Hi {% generation %}Hello{% endgeneration %}", {})
-        Rendered(text='[user] Hi Hello', answers=[(10, 'Hello')])
+        ChatText(text='[user] Hi Hello', answers=[(10, 'Hello')])
     """
     from .budget import Budget
     from .thread import Stopped, run_until
@@ -88,7 +88,7 @@ def rendered(template: str, values: Mapping[str, Any]) -> Rendered:
     return found
 
 
-def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[Rendered | None, str]:
+def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[ChatText | None, str]:
     """The result and "", or None and the problem, whose message may itself take long to make."""
     import jinja2
 
@@ -97,7 +97,7 @@ def _rendered(template: str, given: dict[str, Any], budget: Any) -> tuple[Render
     template_budget.use(budget)
     try:
         budget.learn(given, template)
-        return Rendered(*_sandbox().rendered(_compiled(template), given)), ""
+        return ChatText(*_sandbox().rendered(_compiled(template), given)), ""
     except template_budget.TooMuchError as error:
         return None, f"does too much: {error}"
     except jinja2.TemplateSyntaxError as error:
