@@ -9,7 +9,7 @@ Shapes: batch B, T queries, S keys, H query heads, K KV heads, head dimension D.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -121,6 +121,7 @@ def causal_attention(
     softmax_dtype: Any = DType.float32,
     sinks: Any = None,
     slopes: Any = None,
+    chosen: jax.Array | None = None,
     repeats: int = 1,
     strided: bool = False,
     division: explicit.Division | None = None,
@@ -144,6 +145,8 @@ def causal_attention(
         sinks: attention sinks ``[H]``, as for :func:`attention`.
         slopes: numbers ``[H]``; each times (key position - query position) is added to the head's scores,
             after scale and cap (ALiBi, arXiv:2108.12409). None: no such bias.
+        chosen: which of these keys each query attends to, bools ``[B or 1, T, S]``; None: all. With it all keys are
+            read, and as many queries at once as ``MOST_SCORES`` allows.
         repeats: how many times each KV head is repeated before it meets the query heads. Used on a
             mesh that splits more query heads than there are KV heads.
         strided: whether a mesh axis splits the tokens (``Attending``).
@@ -184,9 +187,12 @@ def causal_attention(
         layer: Any,
         positions: Any,
         key_positions: Any,
+        chosen: Any,
         *cache: Any,
     ) -> jax.Array:
         where = (layer, positions, key_positions)
+        if chosen is not None:
+            return _mean(*_of_chosen(query, cache, *where, attending, slopes, chosen), sinks)
         if not at_once:
             return _mean(*blocked_attention(query, cache, *where, attending, slopes), sinks)
         keys, values = cached_rows(cache, layer, query.dtype, repeats)
@@ -200,9 +206,8 @@ def causal_attention(
         )  # fmt: skip
 
     run = explicit.automatic(run, mesh, explicit.entries(query))
-    return run(
-        query, sinks, slopes, jnp.asarray(layer, jnp.int32), positions, key_positions, *cache
-    )
+    layer = jnp.asarray(layer, jnp.int32)
+    return run(query, sinks, slopes, layer, positions, key_positions, chosen, *cache)
 
 
 def attention_weights(
@@ -305,12 +310,13 @@ def partial_attention(
     soft_cap: float | None = None,
     softmax_dtype: Any = DType.float32,
     slopes: Any = None,
+    chosen: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`causal_attention` to a part of the keys, whose result can be merged with those of other parts.
 
     Args:
         query, cache, layer, positions, key_positions, scale, sliding_window, chunked, soft_cap,
-            softmax_dtype, slopes: as for :func:`causal_attention`.
+            softmax_dtype, slopes, chosen: as for :func:`causal_attention`.
 
     Returns:
         The result ``[B, T, H, D]``, and the log-sum-exp of each query's scores, ``[B, T, H]`` in
@@ -329,7 +335,65 @@ def partial_attention(
     dtype = DType.of(softmax_dtype).np
     attending = Attending(scale, sliding_window, soft_cap, dtype, chunked=chunked)
     slopes = checked_slopes(slopes, query.shape[2])
-    return blocked_attention(query, cache, layer, positions, key_positions, attending, slopes)
+    where = (layer, positions, key_positions)
+    if chosen is not None:
+        return _of_chosen(query, cache, *where, attending, slopes, chosen)
+    return blocked_attention(query, cache, *where, attending, slopes)
+
+
+def in_query_blocks(run: Callable[..., Any], arrays: Sequence[jax.Array], size: int) -> Any:
+    """Call ``run`` with so many queries at a time, and join its results.
+
+    Args:
+        run: function of arrays with some of the queries along axis 1, to arrays with the same queries there.
+        arrays: its arguments ``[..., T, ...]``, with T queries along axis 1.
+        size: number of queries of a call, at least 1 of which is computed.
+
+    Example:
+        >>> in_query_blocks(lambda x: x + 1, [jnp.zeros((1, 5))], 2).tolist()
+        [[1.0, 1.0, 1.0, 1.0, 1.0]]
+    """
+    length, size = arrays[0].shape[1], max(size, 1)
+    if not isinstance(length, int) or length <= size:
+        return run(*arrays)
+    count = -(-length // size)
+
+    def blocks(a: jax.Array) -> jax.Array:
+        padded = jnp.pad(a, [(0, 0), (0, count * size - length)] + [(0, 0)] * (a.ndim - 2))
+        return jnp.moveaxis(padded.reshape(a.shape[0], count, size, *a.shape[2:]), 1, 0)
+
+    # Rematerialised: else the backward pass would keep the scores of all blocks.
+    found = jax.lax.map(lambda each: jax.checkpoint(run)(*each), tuple(map(blocks, arrays)))
+    join = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], count * size, *a.shape[3:])
+    return jax.tree.map(lambda a: join(a)[:, :length], found)
+
+
+def _of_chosen(
+    query: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,
+    key_positions: jax.Array, attending: Attending, slopes: Any, chosen: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """:func:`partial_attention` to the keys that are chosen for each query."""
+    (batch, length, heads, _), keys = query.shape, cache[0].shape[3]
+    k, v = cached_rows(cache, layer, query.dtype, attending.repeats)
+
+    def run(q: jax.Array, at: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mask = attending.sees(at[:, :, None], key_positions[:, None, :]) & chosen
+        bias = None
+        if slopes is not None:
+            bias = bias_of_distance(slopes, at, key_positions, attending.dtype)
+        scores = _scores(
+            q, k, mask[:, None], bias, attending.scale, attending.soft_cap, attending.dtype
+        )
+        largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
+        largest = jax.lax.stop_gradient(largest)
+        weights = jnp.exp(scores - largest)  # [B, H, t, S]
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        y = jnp.transpose(_mixed(weights, v) / total, (0, 2, 1, 3))
+        return y.astype(q.dtype), jnp.transpose((jnp.log(total) + largest)[..., 0], (0, 2, 1))
+
+    known = all(isinstance(n, int) for n in (batch, keys))
+    size = MOST_SCORES // max(batch * heads * keys, 1) if known else length
+    return in_query_blocks(run, (query, positions, chosen), size)
 
 
 def _are_few(keys: Any, queries: Any) -> bool:

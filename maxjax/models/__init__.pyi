@@ -63,6 +63,8 @@ from .deepseek import DeepseekV2 as DeepseekV2
 from .deepseek import DeepseekV2Config as DeepseekV2Config
 from .deepseek import DeepseekV3 as DeepseekV3
 from .deepseek import DeepseekV3Config as DeepseekV3Config
+from .deepseek import DeepseekV32 as DeepseekV32
+from .deepseek import DeepseekV32Config as DeepseekV32Config
 from .deepseek import GLM4MoELite as GLM4MoELite
 from .deepseek import GLM4MoELiteConfig as GLM4MoELiteConfig
 from .distilbert import DistilBertConfig as DistilBertConfig

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and R1, Kimi K2, Moonlight and GLM-4.7-Flash: latent attention, and experts in most layers.
+"""DeepSeek V2 to V3.2 and R1, Kimi K2, Moonlight and GLM-4.7-Flash: latent attention, and experts in most layers.
 
 ::
 
@@ -22,11 +22,14 @@
     V3: shares = sigmoid(gate(h)), divided by their sum, · routed_scaling_factor;   experts are chosen by the
         sigmoid plus a bias that balances them, and a group's score is the sum of its two best; GLM-4.7-Flash alike
 
+In V3.2 a token attends only to the index_topk tokens before it for which Σ weightⱼ · relu(qⱼ k) is highest, over the
+small heads j of an indexer, which has one key for each token in the cache.
+
 Attention never computes kₙ and v: ``kv_b_proj`` is absorbed into the query and into the result of attention, as
 ``maxjax/models/parts/latent.py`` explains. Files may have layers of multi-token prediction, which are left out.
 
-Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2508.06471; transformers' ``modeling_deepseek_v2``, ``_v3`` and
-``modeling_glm4_moe_lite``.
+Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2512.02556, arXiv:2508.06471; transformers'
+``modeling_deepseek_v2``, ``_v3``, ``_v32`` and ``modeling_glm4_moe_lite``.
 
 Shapes: B sequences, T tokens, H heads, hidden size E; a head's query has N + R features and its value V, C features
 are the latent vector c; X experts with F inner features, k experts for each token. A decode step has no axis T.
@@ -58,7 +61,7 @@ from ..nn.kv_cache.kinds import LatentVectors
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, check_experts, route
-from ..nn.norm import RMSNorm
+from ..nn.norm import LayerNorm, RMSNorm
 from .family import Family
 from .fused_experts import FusedExperts
 from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
@@ -78,6 +81,7 @@ from .parts import (
     constant,
     expand_values,
     layer_count,
+    layer_kinds,
     layers,
     merge_heads,
     replicate_over_mesh,
@@ -87,11 +91,12 @@ from .parts import (
     split_features_over_mesh,
     split_heads,
     split_heads_over_mesh,
+    top_keys,
     with_defaults,
 )
 from .parts.rotary import read_rope, yarn_score_factor
 
-DENSE, SPARSE = "dense", "sparse"
+DENSE, SPARSE, INDEXED = "dense", "sparse", "indexed_attention"
 _LOG = logging.getLogger("maxjax")
 # The epsilon of the norms of compressed vectors; the configuration's is for the other norms.
 _EPSILON = 1e-6
@@ -119,6 +124,8 @@ class DeepseekV2Config(LanguageModelConfig):
         n_group, topk_group: number of groups of experts, and of those that a token chooses from.
         scoring_func: what turns the router's results into scores.
         best_of_group: number of a group's best experts whose scores are the score of the group.
+        index_topk: number of keys that a token attends to, which the indexer chooses; None: all, and no indexer.
+        index_n_heads, index_head_dim: number and width of the indexer's heads.
     """
 
     model_type = "deepseek_v2"
@@ -158,6 +165,9 @@ class DeepseekV2Config(LanguageModelConfig):
     topk_group: int = size(default=1)
     scoring_func: str = constant("softmax")
     best_of_group: int = constant(1)
+    index_topk: int | None = constant(None)
+    index_n_heads: int = constant(0)
+    index_head_dim: int = constant(0)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
@@ -219,7 +229,10 @@ class DeepseekV2Config(LanguageModelConfig):
     def states(self, layer: int) -> Mapping[str, LatentVectors]:
         """One vector ``[R + C]`` for each token, which all heads share."""
         width = self.qk_rope_head_dim + self.kv_lora_rank
-        return {"full": LatentVectors(1, width, None, self.num_attention_heads)}
+        kept = {"full": LatentVectors(1, width, None, self.num_attention_heads)}
+        if self.index_topk is not None:
+            kept["index"] = LatentVectors(1, self.index_head_dim, None, 1)
+        return kept
 
 
 @dataclass(frozen=True)
@@ -323,6 +336,88 @@ class GLM4MoELiteConfig(DeepseekV3Config):
         return self.mlp_layer_types[layer] == SPARSE
 
 
+@dataclass(frozen=True)
+class DeepseekV32Config(GLM4MoELiteConfig):
+    """The settings of a DeepSeek V3.2: those of a DeepSeek V3, and of its indexer."""
+
+    model_type = "deepseek_v32"
+    unused = ("rope_interleave",)  # RoPE is of neighbouring features whatever it says
+    supported: ClassVar[Mapping[str, Any]] = DeepseekV3Config.supported
+
+    max_position_embeddings: int = config_field(163_840, minimum=1)
+    rms_norm_eps: float = 1e-6
+    q_lora_rank: int | None = size(default=1536)
+    qk_nope_head_dim: int = size(default=128)
+    v_head_dim: int = size(default=128)
+    n_routed_experts: int = size(default=256, aliases=("num_local_experts", "num_experts"))
+    num_experts_per_tok: int = size(default=8)
+    moe_intermediate_size: int = size(default=2048)
+    routed_scaling_factor: float = 2.5
+    n_group: int = size(default=8)
+    topk_group: int = size(default=4)
+    index_topk: int | None = config_field(2048, minimum=1)
+    index_n_heads: int = size(default=64)
+    index_head_dim: int = size(default=128)
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file; the first three layers have no experts, unless it says otherwise.
+
+        Raises:
+            UnsupportedModelError: a layer has another kind of attention.
+        """
+        raw = with_defaults(raw, {"q_lora_rank": 1536, "first_k_dense_replace": 3})
+        if raw.get("q_lora_rank") is None:
+            raise ValueError(
+                "'q_lora_rank' must be a number, not null: the indexer reads such vectors"
+            )
+        if other := set(layer_kinds(raw, [])) - {INDEXED}:
+            raise UnsupportedModelError(
+                f"'layer_types' with {min(other)[:60]!r} is not supported for {cls.model_type} "
+                f"(supported: {INDEXED!r})"
+            )
+        return super().from_hf(raw.replaced({"rope_interleave": None}), **values)
+
+    def _check(self) -> None:
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise ValueError(
+                f"'index_head_dim' {self.index_head_dim} must be at least 'qk_rope_head_dim' {self.qk_rope_head_dim}"
+            )
+        super()._check()
+
+
+class DeepseekIndexer(Module):
+    """The lightning indexer of V3.2: chooses the keys that a token attends to, by small heads (arXiv:2512.02556).
+
+    It scores a key by ``Σ weights_proj(x) · relu(q · k)``. The model's authors round queries and keys to 8 bits.
+    """
+
+    def __init__(self, config: DeepseekV2Config, dtype: DType):
+        super().__init__()
+        H, D, Q = config.index_n_heads, config.index_head_dim, config.q_lora_rank
+        assert Q is not None and config.index_topk is not None
+        self.heads, self.head_dim, self.count = H, D, config.index_topk
+        self.wq_b = Linear(Q, H * D, dtype)
+        self.wk = Linear(config.hidden_size, D, dtype)
+        self.k_norm = LayerNorm(D, [DeviceRef.CPU()], dtype, _EPSILON)
+        self.weights_proj = Linear(config.hidden_size, H, dtype)
+
+    def __call__(
+        self, x: jax.Array, compressed: jax.Array, cache: LayerCache, angles: Angles
+    ) -> tuple[jax.Array | None, LayerCache]:
+        angles = dataclasses.replace(angles, interleaved=False)  # unlike those of attention
+        q = split_heads(self.wq_b(compressed).astype(x.dtype), self.head_dim)  # [B, T, H, D]
+        k = self.k_norm(self.wk(x).astype(x.dtype))[..., None, :]  # [B, T, 1, D]
+        q, k = rope(q, angles), rope(k, angles)
+        k, cache = cache.remember("index", k[..., 0, :])  # [B, S, D]
+        weights = self.weights_proj(x.astype(jnp.float32)) * (self.heads * self.head_dim) ** -0.5
+        return top_keys(q, k, weights, self.count, cache), cache  # [B, T, S]
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Holds the linear layers completely on every device."""
+        return replicate_over_mesh("wq_b", "wk", "weights_proj")
+
+
 class DeepseekAttention(Module):
     """Multi-head latent attention: keys and values of all heads are computed from one short vector for each token."""
 
@@ -336,6 +431,7 @@ class DeepseekAttention(Module):
         self.heads, self.nope_dim, self.rope_dim, self.value_dim = H, N, R, V
         self.scale = (N + R) ** -0.5 * config.score_factor**2
         self.compresses_queries = Q is not None
+        self.indexer = None if config.index_topk is None else DeepseekIndexer(config, dtype)
         if Q is None:
             self.q_proj = Linear(E, H * (N + R), dtype)
         else:
@@ -351,8 +447,12 @@ class DeepseekAttention(Module):
         self, x: jax.Array, cache: LayerCache, angles: Angles
     ) -> tuple[jax.Array, LayerCache]:
         N, R, V = self.nope_dim, self.rope_dim, self.value_dim
+        chosen = None
         if self.compresses_queries:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x).astype(x.dtype)))
+            compressed = self.q_a_layernorm(self.q_a_proj(x).astype(x.dtype))  # [B, T, Q]
+            q = self.q_b_proj(compressed)
+            if self.indexer is not None:
+                chosen, cache = self.indexer(x, compressed, cache, angles)
         else:
             q = self.q_proj(x)
         q = split_heads(q.astype(x.dtype), N + R)  # [B, T, H, N + R]
@@ -361,7 +461,7 @@ class DeepseekAttention(Module):
         k = rope(kv[..., None, -R:], angles)  # [B, T, 1, R]
         q = concatenate([rope(q[..., N:], angles), absorb_keys(q[..., :N], self.kv_b_proj)], -1)
         k = concatenate([k, c[..., None, :]], -1)  # [B, T, 1, R + C]; it is key and value
-        y, cache = attend(q, k, k, cache, scale=self.scale)  # [B, T, H, R + C]
+        y, cache = attend(q, k, k, cache, scale=self.scale, chosen=chosen)  # [B, T, H, R + C]
         # The first R features are sums of RoPE's keys, which have no values.
         y = expand_values(y[..., R:], self.kv_b_proj, V)  # [B, T, H, V]
         return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
@@ -514,6 +614,19 @@ class DeepseekV3(DeepseekV2):
         >>> cache = DeepseekV3(config).cache(batch=1, capacity=16)
         >>> cache.keys.shape, cache.values is cache.keys
         ((4, 1, 1, 16, 8), True)
+    """
+
+
+class DeepseekV32(DeepseekV3):
+    """A DeepSeek V3.2 language model.
+
+    Example:
+        >>> config = DeepseekV32Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, kv_lora_rank=6,
+        ...     q_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=8,
+        ...     index_n_heads=3, index_head_dim=7)
+        >>> cache = DeepseekV32(config).cache(batch=1, capacity=16)
+        >>> cache.keys.shape, cache.more["index"].keys.shape
+        ((2, 1, 1, 16, 8), (2, 1, 1, 16, 7))
     """
 
 
@@ -712,6 +825,7 @@ DEEPSEEK_V3 = DeepseekV3.family = Family.of(
     names=Names(PREDICTION, FusedExperts(), *DECODER),
     gguf=DEEPSEEK_GGUF,
 )
+DEEPSEEK_V32 = DeepseekV32.family = DEEPSEEK_V3.like(DeepseekV32, DeepseekV32Config, gguf=None)
 # Kimi K2's files name DeepSeek's architecture, but a model type of their own.
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2", architectures=(), gguf=None)
 # In GGUF files it is a DeepSeek V3: see ``registry.py``.

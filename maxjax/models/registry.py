@@ -82,6 +82,7 @@ ENTRIES: dict[str, Entry] = {
     "deepseek.DeepseekV3": Entry(
         "deepseek_v3", "DeepseekV3ForCausalLM DeepseekV3Model", "deepseek2"
     ),
+    "deepseek.DeepseekV32": Entry("deepseek_v32", "DeepseekV32ForCausalLM DeepseekV32Model"),
     "deepseek.KIMI_K2": Entry("kimi_k2", "", "deepseek2"),
     "qwen3_next.Qwen3Next": Entry("qwen3_next", "Qwen3NextForCausalLM Qwen3NextModel", "qwen3next"),
     "qwen3_next.Qwen35": Entry("qwen3_5_text", "Qwen3_5ForCausalLM Qwen3_5TextModel", "qwen35"),

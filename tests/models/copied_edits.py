@@ -625,8 +625,8 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "deepseek": {
         "deepseek_v3": [
             (
-                "attend(q, k, k, cache, scale=self.scale)",
-                "attend(q, k, k, cache, scale=0.7 * self.scale)",
+                "attend(q, k, k, cache, scale=self.scale,",
+                "attend(q, k, k, cache, scale=0.7 * self.scale,",
             ),
             ("rope(q[..., N:], angles)", "q[..., N:]"),
             ("self.kv_a_layernorm(kv[..., :-R])", "kv[..., :-R]"),
@@ -636,8 +636,8 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "glm4_moe_lite": [
             (
-                "attend(q, k, k, cache, scale=self.scale)",
-                "attend(q, k, k, cache, scale=0.7 * self.scale)",
+                "attend(q, k, k, cache, scale=self.scale,",
+                "attend(q, k, k, cache, scale=0.7 * self.scale,",
             ),
             ("k = rope(kv[..., None, -R:], angles)", "k = kv[..., None, -R:]"),
             (
@@ -647,6 +647,14 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
             ("scores, self.top_k, self.scoring", 'scores, self.top_k, "softmax"'),
             ("else y + self.shared_experts(x)", "else y - self.shared_experts(x)"),
+        ],
+        "deepseek_v32": [
+            ("chosen=chosen)", "chosen=None)"),
+            ("angles = dataclasses.replace(angles, interleaved=False)", "angles = angles"),
+            ("k = self.k_norm(self.wk(x).astype(x.dtype))", "k = self.wk(x).astype(x.dtype)"),
+            ("weights, self.count, cache)", "-weights, self.count, cache)"),
+            ("top_keys(q, k, weights", "top_keys(q[..., ::-1], k, weights"),
+            ("q = self.q_b_proj(compressed)", "q = self.q_b_proj(2 * compressed)"),
         ],
     },
     "glm4_moe": {

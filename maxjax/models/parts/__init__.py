@@ -57,6 +57,7 @@ from .heads import TokenClassifier as TokenClassifier
 from .heads import start_and_end as start_and_end
 from .heads import vocabulary_layer as vocabulary_layer
 from .heads import with_head as with_head
+from .indexer import top_keys as top_keys
 from .language_model import LanguageModel as LanguageModel
 from .latent import absorb_keys as absorb_keys
 from .latent import expand_values as expand_values

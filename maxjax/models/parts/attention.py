@@ -47,6 +47,7 @@ def attend(
     soft_cap: float | None = None,
     sinks: Any = None,
     slopes: Any = None,
+    chosen: jax.Array | None = None,
     group: str | None = None,
 ) -> tuple[jax.Array, C]:
     """Compute ``softmax(scale · q kᵀ) v`` for each head, over the tokens of the call and those in the cache.
@@ -63,6 +64,9 @@ def attend(
         sinks: scores ``[H]`` that take part in the softmax and have no value (arXiv:2508.10925).
         slopes: numbers ``[H]``, such as :func:`alibi_slopes`; each times (key position - query position) is
             added to the head's scores, after scale and cap (arXiv:2108.12409).
+        chosen: which of the keys that the mask allows a token attends to, bools ``[B, T, S]``, also for one token
+            per sequence (T is 1): S is the number of positions of the cache, or T without one. None: all. It is
+            for causal masks without a window (:func:`top_keys`).
         group: group of the cache that has the layer's keys and values, if it is not that of the mask.
 
     Returns:
@@ -70,6 +74,7 @@ def attend(
 
     Raises:
         UserInputError: the mask is not causal and there is a KV cache.
+        ValueError: ``chosen`` is given for a mask with a window, or for one that is not causal.
 
     Example:
         >>> import jax.numpy as jnp
@@ -81,7 +86,7 @@ def attend(
     """
     if k is not None and v is not None:
         cache = cache.write(k, v)
-    y, cache = cache.attend(q, mask, scores(q, scale, soft_cap, sinks, slopes), group)
+    y, cache = cache.attend(q, mask, scores(q, scale, soft_cap, sinks, slopes, chosen), group)
     return tap("heads", y), cache
 
 

@@ -129,6 +129,7 @@ class Scores(NamedTuple):
         soft_cap: cap of the scores, which become ``cap · tanh(score / cap)``; None: no cap.
         sinks: scores ``[H]`` that take part in the softmax and have no value; None: none.
         slopes: numbers ``[H]``; each times (key position - query position) is added to scores; None: none.
+        chosen: which keys, besides those that the mask excludes, a token attends to, bools ``[B, T, S]``; None: all.
         dtype: dtype of scores, softmax and sums.
     """
 
@@ -136,6 +137,7 @@ class Scores(NamedTuple):
     soft_cap: float | None = None
     sinks: jax.Array | None = None
     slopes: jax.Array | None = None
+    chosen: jax.Array | None = None
     dtype: Any = DType.float32
 
 
@@ -190,6 +192,8 @@ class LayerCache:
         Raises:
             UserInputError: the mask is not causal and there is a cache.
         """
+        if scores.chosen is not None and (mask.window is not None or not mask.is_causal):
+            raise ValueError("chosen keys are supported only for a causal mask without a window")
         if not mask.is_causal:
             return self._attend_both_ways(q, mask, scores), dataclasses.replace(self, new=None)
         if not self.states:
@@ -204,6 +208,25 @@ class LayerCache:
         )
         y, slots = run.with_cache(q, k, v, slots, layer)
         return y, dataclasses.replace(self, states={**self.states, group: slots}, new=None)
+
+    def remember(self, group: str, x: jax.Array) -> tuple[jax.Array, Self]:
+        """Store a vector of each token, and return those of all tokens.
+
+        Args:
+            group: name of a group of the cache, whose layers keep ``LatentVectors`` of one query head.
+            x: vectors ``[B, T, D]``, or ``[B, D]`` for one token per sequence.
+
+        Returns:
+            The vectors ``[B, S, D]`` of the tokens at the positions from 0 on, in the dtype of ``x``, and the
+            cache. Those of later positions have no meaning. Without a cache they are ``x`` itself.
+        """
+        if not self.states:
+            return x, self
+        slots: Slots = self.states[group]
+        layer = self.context.number(group, self.layer)
+        run = _Attention(self.context, 1, 1, Mask(), Scores(1.0))
+        found, slots = run.stored(x[:, None] if x.ndim == 2 else x, slots, layer)
+        return found, dataclasses.replace(self, states={**self.states, group: slots})
 
     def read(self, group: str) -> dict[str, jax.Array] | None:
         """Return the layer's recurrent states ``[B, ...]`` in a group, by name; None without a cache."""
@@ -340,30 +363,39 @@ class _Attention(NamedTuple):
                 "model(ids) without a cache, or use one device"
             )
         queries, whole = layout.queries(q.ndim), PartitionSpec(layout.batch)
-        context = dataclasses.replace(self.context, numbers=None)
-        by_row = jax.tree.map(lambda a: whole if a.shape[0] == batch else PartitionSpec(), context)
+        context, by_row = self._by_row(layout, batch)
         cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
         # None, of a layer without sinks or slopes or of one that shares its keys, has no spec.
         by_head = (self.scores.sinks, self.scores.slopes)
         of_heads = jax.tree.map(lambda _: PartitionSpec(), by_head)
         keys = None if k is None else whole
-        specs = (by_row, of_heads, queries, keys, keys, cache, PartitionSpec())
+        chosen = self.scores.chosen
+        of_chosen = None if chosen is None else whole
+        specs = (by_row, of_heads, of_chosen, queries, keys, keys, cache, PartitionSpec())
         out = (layout.results(q.ndim), cache)
         run = on_mesh(
             functools.partial(self._on_part, layout), layout.mesh, specs, out, check_vma=False
         )
-        return run(context, by_head, q, k, v, slots, jnp.asarray(layer, jnp.int32))
+        return run(context, by_head, chosen, q, k, v, slots, jnp.asarray(layer, jnp.int32))
+
+    def _by_row(self, layout: CacheLayout, batch: int) -> tuple[ForwardContext, Any]:
+        """The context without what differs between layers, and the PartitionSpecs of its arrays."""
+        context, rows = dataclasses.replace(self.context, numbers=None), PartitionSpec(layout.batch)
+        spec = lambda a: rows if a.shape[0] == batch else PartitionSpec()
+        return context, jax.tree.map(spec, context)
 
     def _on_part(
-        self, layout: CacheLayout, context: ForwardContext, by_head: Any,
+        self, layout: CacheLayout, context: ForwardContext, by_head: Any, chosen: Any,
         q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any,
     ) -> tuple[jax.Array, Slots]:  # fmt: skip
         """:meth:`with_cache` for one device's shard of the cache."""
         part = CachePart(layout)
         sinks, slopes = jax.tree.map(part.of_heads, by_head)
+        if chosen is not None:
+            chosen = jnp.take(part.rows(chosen), part.numbers(slots.size), axis=-1)
         run = self._replace(
             context=jax.tree.map(part.rows, context),
-            scores=self.scores._replace(sinks=sinks, slopes=slopes),
+            scores=self.scores._replace(sinks=sinks, slopes=slopes, chosen=chosen),
         )
         q, (k, v) = part.queries(q), jax.tree.map(part.keys, (k, v))
         return run._with_slots(q, k, v, slots, layer, part)
@@ -375,7 +407,7 @@ class _Attention(NamedTuple):
         is_step, rotating = q.ndim == 3, slots.window is not None
         has_slots = part is None or part.slots == 1
         # The kernel cannot mask the tokens before a chunk that does not begin at the first slot.
-        has_kernel = rotating or not self.mask.chunked
+        has_kernel = (rotating or not self.mask.chunked) and self.scores.chosen is None
         if is_step and has_slots and has_kernel and not is_tapped("weights"):
             y, slots = self._decode(q, k, v, slots, layer, rotating, part)
             return (y if part is None else part.results(y, None)), slots
@@ -421,23 +453,60 @@ class _Attention(NamedTuple):
                 that it does not attend to.
         """
         context, size = self.context, slots.size
-        positions, real = context.rows_of_positions, context.real
-        slot, is_own = _own_slots(part, positions, size, rotating)
-        if is_own is not None:
-            real = is_own if real is None else real & is_own
-        slot = slot if real is None else jnp.where(real, slot, size)
         if k is not None:
-            # Where slots are sharded, the slots of one device are not consecutive.
-            in_turn = not rotating and is_own is None
-            layout = self.layout(k.shape[0]) if part is None else None
-            division = self._division(layout, of_cache=True)
-            slots = slots.written(layer, k, v, slot, consecutive=in_turn, division=division)
+            slots = self._written(k, v, slots, layer, part, rotating)
+        positions = context.rows_of_positions
         if rotating:
             key_positions = _slot_positions(context.ends, size, part)
         else:
             key_positions = _numbers(part, size)[None, :]
         width = context.capacity if rotating else None
         return self.attend(q, slots.arrays, layer, positions, key_positions, part, width), slots
+
+    def _written(
+        self, k: jax.Array, v: jax.Array, slots: Slots, layer: Any, part: CachePart | None,
+        rotating: bool = False,
+    ) -> Slots:  # fmt: skip
+        """Write the real tokens to the cache, or to the device's shard of it."""
+        size, real = slots.size, self.context.real
+        slot, is_own = _own_slots(part, self.context.rows_of_positions, size, rotating)
+        if is_own is not None:
+            real = is_own if real is None else real & is_own
+        slot = slot if real is None else jnp.where(real, slot, size)
+        # Where slots are sharded, the slots of one device are not consecutive.
+        in_turn = not rotating and is_own is None
+        layout = self.layout(k.shape[0]) if part is None else None
+        division = self._division(layout, of_cache=True)
+        return slots.written(layer, k, v, slot, consecutive=in_turn, division=division)
+
+    def stored(self, x: jax.Array, slots: Slots, layer: Any) -> tuple[jax.Array, Slots]:
+        """Write vectors ``[B, T, D]`` to the cache, and return those of all positions, ``[B, S, D]``."""
+        batch, layout = x.shape[0], self.layout(x.shape[0])
+        k = x[:, :, None, :]
+        if layout is None or slots.keys.shape[1:3] == (batch, 1):
+            slots = self._written(k, k, slots, layer, None)
+            found = slots.layer_slots(layer).floats(x.dtype)[0][0]  # [B, 1, S, D]
+        else:
+            context, by_row = self._by_row(layout, batch)
+            cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
+
+            def on_part(context: ForwardContext, k: jax.Array, slots: Slots, layer: Any) -> Any:
+                part = CachePart(layout)
+                run = self._replace(context=jax.tree.map(part.rows, context))
+                k = part.keys(k)
+                slots = run._written(k, k, slots, layer, part)
+                return slots.layer_slots(layer).floats(x.dtype)[0][0], slots
+
+            specs = (by_row, PartitionSpec(layout.batch), cache, PartitionSpec())
+            out = (PartitionSpec(*layout.spec_of(5)[1:]), cache)
+            run = on_mesh(on_part, layout.mesh, specs, out, check_vma=False)
+            # [B / rows, rows · slots, S / slots, D]
+            found, slots = run(context, k, slots, jnp.asarray(layer, jnp.int32))
+        if layout is None:
+            return found[:, 0], slots
+        mesh = layout.mesh if explicit.mesh_of(found) is not None else None
+        joined = explicit.automatic(layout.joined, mesh, [layout.batch, (), ()])
+        return joined(found), slots
 
     def _prefill_sliding(
         self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any, part: CachePart | None
@@ -471,6 +540,7 @@ class _Attention(NamedTuple):
         options: dict[str, Any] = {
             "scale": scores.scale, "sliding_window": mask.window, "chunked": mask.chunked,
             "soft_cap": scores.soft_cap, "softmax_dtype": scores.dtype, "slopes": scores.slopes,
+            "chosen": scores.chosen,
         }  # fmt: skip
         where, sinks = (q, cache, layer, positions, key_positions), scores.sinks
         # KV heads that cannot be split are replicated, and repeated for each query head.
@@ -507,6 +577,8 @@ class _Attention(NamedTuple):
             scores.scale, window, scores.soft_cap, scores.dtype, chunked=self.mask.chunked
         )
         sees = attending.sees(positions[:, :, None], key_positions[:, None, :])
+        if scores.chosen is not None:
+            sees = sees & scores.chosen
         bias = None
         if scores.slopes is not None:
             bias = bias_of_distance(scores.slopes, positions, key_positions, scores.dtype)
@@ -545,13 +617,14 @@ class _Attention(NamedTuple):
 
 
 def scores(
-    q: jax.Array, scale: float | None, soft_cap: float | None, sinks: Any, slopes: Any
-) -> Scores:
+    q: jax.Array, scale: float | None, soft_cap: float | None, sinks: Any, slopes: Any,
+    chosen: jax.Array | None = None,
+) -> Scores:  # fmt: skip
     """Return the Scores of queries ``[..., D]``; ``scale`` is ``1/√D`` if it is None."""
     factor: float = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dtype = promote(DType.of(q.dtype), DType.float32)
     sinks, slopes = (None if a is None else jnp.asarray(a) for a in (sinks, slopes))
-    return Scores(factor, soft_cap, sinks, slopes, dtype)
+    return Scores(factor, soft_cap, sinks, slopes, chosen, dtype)
 
 
 def _own_slots(

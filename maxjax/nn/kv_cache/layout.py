@@ -69,6 +69,22 @@ class CacheLayout(NamedTuple):
             return self.queries(rank)
         return spec_of([(*self.batch, *self.over)])
 
+    def joined(self, array: jax.Array) -> jax.Array:
+        """The vectors of one KV head ``[B / rows, rows · slots, S / slots, D]`` in their order, ``[B, S, D]``.
+
+        Example:
+            >>> layout = CacheLayout(None, slots=2)
+            >>> layout.joined(jnp.array([[[[0], [2]], [[1], [3]]]]))[0, :, 0].tolist()
+            [0, 1, 2, 3]
+        """
+        (rows, _, slots, width), count = array.shape, 1
+        for name in self.batch:
+            count *= self.mesh.shape[name]
+        # Each part of the batch axes has its own sequences, whose parts are along the axis of heads.
+        parts = array.reshape(count, rows // count, self.rows, self.slots, slots, width)
+        parts = jnp.transpose(parts, (0, 2, 1, 4, 3, 5))
+        return parts.reshape(rows * self.rows, slots * self.slots, width)
+
     @property
     def group(self) -> int:
         """The number r of devices with the same KV heads."""

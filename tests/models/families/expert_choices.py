@@ -51,6 +51,14 @@ def of_deepseek(pick: Pick, found: Settings) -> Settings:
             "rope_interleave": pick(LEFT_OUT, True, False)}  # fmt: skip
 
 
+def of_deepseek_v32(pick: Pick, found: Settings) -> Settings:
+    layers = found["num_hidden_layers"]
+    changed = {**of_deepseek(pick, found), "rope_interleave": LEFT_OUT, "layer_types": LEFT_OUT}
+    listed = pick(LEFT_OUT, pick.many(layers, "dense", "sparse"))
+    return {**changed, "q_lora_rank": pick(10, 16), "mlp_layer_types": listed, "index_topk": pick(3, 7, 64),
+            "index_n_heads": pick(10, 16), "index_head_dim": pick(6, 9)}  # fmt: skip
+
+
 def latent(pick: Pick, found: Settings) -> Settings:
     heads = found["num_attention_heads"]
     part = pick(4, 6)
@@ -156,6 +164,7 @@ EXPERTS: dict[str, Callable[[Pick, Settings], Settings]] = {
     "deepseek_v2": of_deepseek_v2,
     "deepseek_v3": of_deepseek,
     "kimi_k2": of_deepseek,
+    "deepseek_v32": of_deepseek_v32,
     "glm4_moe": of_glm4_moe,
     "llama4_text": of_llama4,
     "minimax_m2": of_minimax,

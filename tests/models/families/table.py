@@ -38,6 +38,7 @@ def features(model: Any) -> list[str]:
         "attention in chunks": in_chunks,
         "ALiBi": bool(getattr(config, "alibi", False)),
         "attention sinks": any(getattr(m, "sinks", None) is not None for m in modules),
+        "attention to chosen tokens": getattr(config, "index_topk", None) is not None,
         "latent attention": any(isinstance(kind, LatentVectors) for kind in kept),
         "recurrent layers": any(isinstance(kind, States) for kind in kept),
         "shared caches": any(isinstance(kind, Shared) for kind in kept),

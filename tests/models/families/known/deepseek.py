@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, experts in groups, dense first layers."""
+"""DeepSeek V2, V3 and V3.2: latent attention, experts in groups, dense first layers."""
 
 from tests.models.families.cases import Case
 
@@ -33,6 +33,15 @@ def _v3(name, about=_GGUF, **settings):
     return Case("deepseek_v3", *kind, settings, name, **about)
 
 
+def _v32(name, **settings):
+    settings = {
+        **_SIZES, "n_shared_experts": 1, "first_k_dense_replace": 1, "index_n_heads": 8, "index_head_dim": 7,
+        "index_topk": 6, **settings,
+    }  # fmt: skip
+    kind = "DeepseekV32ForCausalLM", "DeepseekV32Config"
+    return Case("deepseek_v32", *kind, settings, name, gguf=False)
+
+
 CASES = [
     _v3("yarn", n_group=4, topk_group=2, rope_parameters=_yarn(1.0)),
     _v3("without-query-rank", _NONE, q_lora_rank=None, n_group=1, topk_group=1, first_k_dense_replace=2,
@@ -45,4 +54,8 @@ CASES = [
     # llama.cpp opens a model without the rank only if it has as many layers as a published one.
     _v2("lite", num_hidden_layers=26, q_lora_rank=None, n_shared_experts=1, first_k_dense_replace=1),
     _v2("all-sparse", _NONE, first_k_dense_replace=0, attention_bias=True),
+    _v32("yarn", n_group=4, topk_group=2, rope_parameters=_yarn(1.0), attention_bias=True),
+    _v32("few", n_group=1, topk_group=1, index_topk=3, mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+         index_n_heads=12, index_head_dim=4, tie_word_embeddings=True),
+    _v32("many", n_group=2, topk_group=1, index_topk=15, first_k_dense_replace=0, norm_topk_prob=False),
 ]  # fmt: skip
