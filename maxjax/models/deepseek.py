@@ -623,7 +623,7 @@ class DeepseekV32(DeepseekV3):
     Example:
         >>> config = DeepseekV32Config(100, 8, 16, num_hidden_layers=2, num_attention_heads=2, kv_lora_rank=6,
         ...     q_lora_rank=4, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=5, n_routed_experts=8,
-        ...     index_n_heads=3, index_head_dim=7)
+        ...     num_experts_per_tok=2, n_group=1, topk_group=1, index_n_heads=3, index_head_dim=7)
         >>> cache = DeepseekV32(config).cache(batch=1, capacity=16)
         >>> cache.keys.shape, cache.more["index"].keys.shape
         ((2, 1, 1, 16, 8), (2, 1, 1, 16, 7))
