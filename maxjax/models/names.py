@@ -356,6 +356,7 @@ VISION_PATTERNS = tuple(
         *("vision_tower", "multi_modal_projector", "visual", "vision_model", "audio_tower"),
         *("embed_vision", "embed_audio", "connector", "image_tower", "video_tower", "encoder"),
         *("projector", "aligner", "mm_projector", "perceiver", "qformer", "language_projection"),
+        *("vision_encoder", "vision_projection", "visual_embeddings_table", "merger", "vit_merger"),
     )
 ) + (
     *("image_newline", "model.image_newline", "talker.*", "token2wav.*", "code2wav.*"),
@@ -378,6 +379,8 @@ def text_prefix(front: str) -> Prefix:
     return Prefix(
         {
             "model.language_model.": front,
+            # As transformers 5.24 saves a Qianfan-OCR.
+            "language_model.model.encoder.layers.": f"{front}layers.",
             "language_model.model.": front,
             "language_model.": "",
             "model.text_model.": front,

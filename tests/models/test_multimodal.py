@@ -441,5 +441,11 @@ def test_names_of_any_age():
         "model.vision_tower.x",
         "multi_modal_projector.w",
         "image_newline",
+        "model.vision_encoder.x",  # LightOn OCR
+        "model.image_tower.x",  # Video-LLaVA
+        "encoder.layers.0.x",  # Granite Speech
+        "mlp1.0.weight",  # Qianfan OCR
+        "model.visual_embeddings_table.weight",  # Ovis 2
+        "model.generation_head.x",  # Janus
     ):
         assert TEXT.model_name(part) is None

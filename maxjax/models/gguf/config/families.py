@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ....errors import CheckpointFormatError
-from ...multimodal import deepstack_layers, rope_sections, text_settings
+from ...find import text_of
+from ...multimodal import deepstack_layers, rope_sections
 from ...registry import gguf_model_types, gguf_of, of_model_type
 from ..metadata import MAX_EXPERTS, unsupported
 from ..table import GGUF_TABLES, GGUFTable
@@ -141,11 +142,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
         >>> model.architecture, model.config.num_hidden_layers, model.config.max_position_embeddings
         ('gpt2', 2, 1024)
     """
-    whole = config
-    try:
-        config = text_settings(config)
-    except ValueError as error:
-        raise CheckpointFormatError(str(error), path=path) from None
+    whole, config = config, text_of(config, path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or (architecture := gguf_of(kind)) is None:
         known = ", ".join(gguf_model_types())
