@@ -201,8 +201,8 @@ def test_arguments_that_do_not_go_together(run, source, tmp_path, target, option
 
 
 def test_an_architecture_without_names(run, source, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    refuses(run(source, tmp_path / "o.gguf"), "mamba")
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
+    refuses(run(source, tmp_path / "o.gguf"), "rwkv")
 
 
 @pytest.mark.parametrize(
