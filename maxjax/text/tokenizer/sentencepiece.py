@@ -271,9 +271,6 @@ def _content(path: Path) -> memoryview:
             )  # fmt: skip
         data = read_whole(file)
     if data[:1] != b"\n":  # the first field of every published model, a token
-        first = data[:40].split(b"\n")[0].split(b" ")
-        if len(first) == 2 and first[1].isdigit():
-            raise _unsupported(path, "the tokenizer is in the format tiktoken")
         raise CheckpointFormatError("not a SentencePiece model", path=path, offset=0)
     _check_count(data, path)
     return memoryview(data)

@@ -1,4 +1,4 @@
-"""Reads ``tiktoken.model`` without ``tokenizer.json``, as of Kimi: byte-level BPE by the ranks of tokens.
+"""Reads tiktoken's files without ``tokenizer.json``, as Kimi's and Llama 3's: byte-level BPE by the ranks of tokens.
 
 Each line is a token in base64 and its rank, which is its id. Special tokens are in ``tokenizer_config.json``.
 
@@ -29,7 +29,7 @@ _MAX_LINE = 1024
 
 
 def read_tiktoken(path: Path, settings: Mapping[str, Any], is_kimi: bool) -> dict[str, Any]:
-    """The content of a ``tokenizer.json`` for a ``tiktoken.model``.
+    """The content of a ``tokenizer.json`` for a file of tiktoken.
 
     Args:
         path: the file.
@@ -64,6 +64,13 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any], is_kimi: bool) -> dic
     return ranked_document(
         ranks, 0, special, KIMI if is_kimi else LLAMA3, post_processor=byte_level, path=path
     )
+
+
+def is_tiktoken(path: Path) -> bool:
+    """Whether a file begins with a token in base64 and its rank, as Llama 3's ``tokenizer.model`` does."""
+    with closing(open_regular(path)) as file:
+        first = file.pread(0, min(file.size, _MAX_LINE)).split(b"\n")[0].split(b" ")
+    return len(first) == 2 and first[1].isdigit()
 
 
 def _ranks(path: Path) -> dict[bytes, int]:

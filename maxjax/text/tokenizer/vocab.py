@@ -29,7 +29,7 @@ from .sentencepiece_classes import CLASSES
 from .tekken import FILE as TEKKEN
 from .tekken import read_tekken
 from .tiktoken import FILE as TIKTOKEN
-from .tiktoken import read_tiktoken
+from .tiktoken import is_tiktoken, read_tiktoken
 
 VOCAB, MERGES, WORDS = "vocab.json", "merges.txt", "vocab.txt"
 # Files of tokenizers that are not supported, with their formats.
@@ -176,16 +176,15 @@ def read_vocabulary(directory: Path | Files, settings: Mapping[str, Any]) -> Rea
         return Read(_document(model, kind.parts(settings)), kind, words)
     for name in SENTENCEPIECE:
         if is_there(file := directory / name):
-            return _sentencepiece(directory, file, settings)
+            read = _tiktoken if is_tiktoken(file) else _sentencepiece
+            return read(directory, file, settings)
     if is_there(file := directory / TEKKEN):
         document = read_tekken(file, settings)
         texts = [item["content"] for item in document["added_tokens"]]
         names = {f"{n}_token": text for n, text in zip(("unk", "bos", "eos"), texts, strict=False)}
         return Read(document, TokenizerClass(_own, names, "own"), file)
     if is_there(file := directory / TIKTOKEN):
-        named, model_type = _class_of(directory, settings)
-        is_kimi = named == "TikToken" or model_type.startswith("kimi")
-        return Read(read_tiktoken(file, settings, is_kimi), TokenizerClass(_own, {}, "own"), file)
+        return _tiktoken(directory, file, settings)
     for name, what in _OTHERS.items():
         if is_there(directory / name):
             raise UnsupportedModelError(
@@ -212,6 +211,13 @@ def _sentencepiece(directory: Path | Files, file: Path, settings: Mapping[str, A
         special = {**_ROBERTA.special, **special}
     marks = "language" if name == "Nllb" else "own"
     return Read(document, TokenizerClass(_own, special, marks), file)
+
+
+def _tiktoken(directory: Path | Files, file: Path, settings: Mapping[str, Any]) -> Read:
+    """The tokenizer of a file of tiktoken."""
+    named, model_type = _class_of(directory, settings)
+    is_kimi = named == "TikToken" or model_type.startswith("kimi")
+    return Read(read_tiktoken(file, settings, is_kimi), TokenizerClass(_own, {}, "own"), file)
 
 
 def _own(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -247,6 +247,14 @@ def test_tiktoken_as_transformers(tmp_path):
     )
 
 
+def test_tiktoken_in_a_file_of_the_name_of_sentencepiece(tmp_path):
+    """As Llama 3's own files."""
+    directory = kimi(tmp_path)
+    expected = [load_tokenizer(directory).encode(text) for text in texts()]
+    (directory / "tiktoken.model").rename(directory / "tokenizer.model")
+    assert [load_tokenizer(directory).encode(text) for text in texts()] == expected
+
+
 def test_tiktoken_of_kimi(tmp_path):
     """Kimi's own expression, by which Chinese characters are words of their own."""
 

@@ -202,7 +202,7 @@ def test_special_tokens_are_those_of_the_file(tmp_path, kind):
         (GOOD + field(2, field(3, 1) + field(24, 1)), UnsupportedModelError, "ends"),
         (GOOD + field(2, 5), CheckpointFormatError, "message"),
         (GOOD + field(3, field(2, b"x" * (1 << 21))), CheckpointFormatError, "too long"),
-        (b"IQ== 0\nIg== 1\n", UnsupportedModelError, "tiktoken"),
+        (b"IQ== 0\nIg== 2\n", CheckpointFormatError, "line 2 is not a token"),
         (b"PK\x03\x04", CheckpointFormatError, "SentencePiece"),
     ],
 )
