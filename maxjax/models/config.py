@@ -8,6 +8,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from ..elsewhere import check_keywords
@@ -93,8 +94,9 @@ class ModelConfig:
 
     # ``model_type`` of the files that a class reads.
     model_type: ClassVar[str] = ""
-    # Keys of special tokens, which are written as null if they are not known: transformers' own may not exist.
-    special: ClassVar[tuple[str, ...]] = ()
+    # Keys of special tokens, and what is written if they are not known, since the tokens that transformers uses by
+    # default may not exist: null, or -1 where transformers reads integers only.
+    special: ClassVar[Mapping[str, int | None]] = MappingProxyType({})
     # Whether a model may be the text model of a multimodal model.
     in_multimodal: ClassVar[bool] = False
 

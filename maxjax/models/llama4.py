@@ -117,7 +117,7 @@ class Llama4Config(LanguageModelConfig):
     layer_types: tuple[str, ...] = config_field((), choices=(FULL, CHUNKED))
     attn_temperature_tuning: bool = True
     attn_scale: float = config_field(0.1, minimum=1e-30)
-    floor_scale: float = config_field(8192.0, minimum=1e-30)
+    floor_scale: int = config_field(8192, minimum=1)
     num_local_experts: int = size(default=16)
     num_experts_per_tok: int = size(default=1)
     moe_layers: tuple[int, ...] | None = config_field(None, maximum=1000)

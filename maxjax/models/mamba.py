@@ -152,6 +152,11 @@ class MambaConfig(LanguageModelConfig):
         found = {"time_step_rank": rank, "intermediate_size": inner}
         return super().from_hf(raw.replaced(found), **values)
 
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, with the channels also as a multiple of the hidden size."""
+        expand, rest = divmod(self.intermediate_size, self.hidden_size)
+        return super().to_hf() | ({} if rest else {"expand": expand})
+
 
 @dataclass(frozen=True)
 class FalconMambaConfig(MambaConfig):

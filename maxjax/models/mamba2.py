@@ -123,9 +123,11 @@ class Mamba2Config(LanguageModelConfig):
         return super().from_hf(raw, time_step_limit=read_time_step_limit(raw), **values)
 
     def to_hf(self) -> dict[str, Any]:
-        """Write the settings, with the limits of time steps if there are any."""
+        """Write the settings, with the features as a multiple of the hidden size, and the limits of time steps."""
         found = super().to_hf()
         del found["time_step_limit"]
+        expand, rest = divmod(self.inner_size, self.hidden_size)
+        found |= {} if rest else {"expand": expand}
         return {**found, **write_time_step_limit(self.time_step_limit)}
 
 

@@ -43,6 +43,7 @@ from .parts import (
     Dtypes,
     Encoder,
     EncoderConfig,
+    LanguageModelConfig,
     Pooler,
     Rope,
     TextClassifier,
@@ -84,7 +85,7 @@ class ModernBertConfig(EncoderConfig):
     """
 
     model_type = "modernbert"
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = LanguageModelConfig.special
 
     vocab_size: int = size()
     hidden_size: int = size()

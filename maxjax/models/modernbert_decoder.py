@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -86,6 +87,7 @@ class ModernBertDecoderConfig(LanguageModelConfig):
     """
 
     model_type = "modernbert-decoder"
+    special = MappingProxyType({"bos_token_id": -1, "eos_token_id": None, "pad_token_id": -1})
     num_key_value_heads = alias("num_attention_heads")
 
     vocab_size: int = size()

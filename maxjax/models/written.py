@@ -24,8 +24,9 @@ def config_of(
 
     Args:
         model: the model.
-        tokens: ``eos_token_id`` and the like for a model that was made in code. null is written for those
-            that are not given, since transformers has other defaults.
+        tokens: ``eos_token_id`` and the like for a model that was made in code. null, or -1 in some
+            architectures, is written for a decoder's that are not given or None, since transformers has other
+            defaults.
 
     Raises:
         UserInputError: the model was made in code, and such a file cannot say what it is.
@@ -53,8 +54,9 @@ def config_of(
     if score is not None:
         labels = int(score.weight.logical_shape[0])
         name = name.removesuffix("Model") + ENDING
-    tokens = {**dict.fromkeys(config.special), **tokens}
-    return {"architectures": [name], "dtype": None, **tokens, **written(config, labels)}
+    known = {key: one for key, one in tokens.items() if one is not None}
+    found = {"architectures": [name], "dtype": None, **config.special, **known}
+    return {**found, **written(config, labels)}
 
 
 def written(config: Any, labels: int | None = None) -> dict[str, Any]:

@@ -9,13 +9,16 @@ import pytest
 
 import maxjax
 from maxjax.errors import UserInputError
-from maxjax.models import Llama, LlamaConfig, find_family
+from maxjax.models import Llama, LlamaConfig, Mamba2Config, MambaConfig, find_family
 from maxjax.models.bert import BertConfig, BertForSequenceClassification, BertModel
 from maxjax.models.find import text_of
+from maxjax.models.llama4 import Llama4Config
+from maxjax.models.modernbert_decoder import ModernBertDecoder, ModernBertDecoderConfig
 from maxjax.models.parts import LanguageModelConfig
 from maxjax.models.parts.aliases import Alias
 from maxjax.models.registry import all_families
 from maxjax.models.written import config_of, written
+from tests.models.decoders import SMALL
 from tests.models.families import draws
 from tests.models.families.cases import every
 from tests.models.test_encoders import CASES as ENCODERS
@@ -185,6 +188,36 @@ def test_a_registered_family_of_ones_own_writes_its_keys():
         7,
         ["OwnForCausalLM"],
     )
+
+
+def test_keys_have_the_types_that_transformers_reads():
+    """Integers where it refuses null and fractions, and no multiple of the hidden size that it has by default."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    decoder = ModernBertDecoder(ModernBertDecoderConfig(96, 16, 24, **sizes))
+    found = config_of(decoder, {"pad_token_id": None, "bos_token_id": 3})
+    assert (found["pad_token_id"], found["bos_token_id"], found["eos_token_id"]) == (-1, 3, None)
+    assert type(written(Llama4Config(96, 16, 24, **sizes))["floor_scale"]) is int
+    assert written(Mamba2Config(hidden_size=16, num_heads=24, head_dim=2))["expand"] == 3
+    assert written(MambaConfig(hidden_size=16, intermediate_size=48))["expand"] == 3
+    assert "pad_token_id" not in config_of(
+        BertModel(BertConfig(96, 16, 24, **sizes)), {"pad_token_id": None}
+    )
+
+
+@pytest.mark.campaign
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", every(), ids=str)
+def test_transformers_reads_the_settings_that_are_written(case):
+    """Also its classes whose keys have types, and which check that keys agree."""
+    settings = case.settings if case.is_whole else {**SMALL, **case.settings}
+    kind = getattr(transformers, case.config)
+    told = kind.from_dict(json.loads(json.dumps(settings)))
+    raw = {"architectures": [case.kind], **json.loads(told.to_json_string(use_diff=False))}
+    family = find_family(raw)
+    config = family.config.from_dict(text_of(raw, None))
+    found = kind.from_dict(json.loads(json.dumps({**config.special, **written(config)})))
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"):
+        assert getattr(found, key, None) == getattr(told, key, None)
 
 
 @pytest.mark.campaign

@@ -22,6 +22,7 @@ import functools
 import os
 import typing
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from ...errors import CheckpointFormatError, UnsupportedModelError
@@ -308,7 +309,7 @@ class ArchitectureConfig(ModelConfig):
 class LanguageModelConfig(ArchitectureConfig):
     """Base class of the configurations of decoders."""
 
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
     in_multimodal = True
     # Fields that no call reads: models from checkpoints that differ in them are one kind of tree.
     _mx_unread: ClassVar[frozenset[str]] = frozenset(
