@@ -262,8 +262,8 @@ def test_a_cut_file(small):
 
 
 def test_an_architecture_we_do_not_have(small):
-    change(small / "config.json", architectures=["MambaForCausalLM"], model_type="mamba")
-    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM.*bert.*families"):
+    change(small / "config.json", architectures=["RwkvForCausalLM"], model_type="rwkv")
+    with pytest.raises(UnsupportedModelError, match="RwkvForCausalLM.*families"):
         load(small)
 
 

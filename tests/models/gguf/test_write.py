@@ -477,7 +477,7 @@ def test_settings_that_are_missing_or_wrong(checkpoints, key, value):
             call({**config, key: value}, tensors, path="config.json")
 
 
-@pytest.mark.parametrize("kind", ["mamba", None, 3, []])
+@pytest.mark.parametrize("kind", ["rwkv", None, 3, []])
 def test_architectures_without_a_table(kind):
     with pytest.raises(UnsupportedModelError, match="model_type .*llama, mistral"):
         gguf_tensors({"model_type": kind}, {})
