@@ -195,6 +195,7 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "minicpm_ocr": Wrapper("qwen3_5_text", True),
     "lfm2_vl": Wrapper("lfm2", True),
+    "nemotron_h_omni": Wrapper("nemotron_h", "text"),
 }
 # ``architectures`` of multimodal models → their ``model_type``.
 ARCHITECTURES: dict[str, str] = {
@@ -256,6 +257,7 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "OmniASRForConditionalGeneration": "omniasr",
     "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe_diarize",
+    "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
 }
 
 
@@ -281,6 +283,8 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"'text_config' must be an object, not {type(given).__name__}")
     if wrapper is None:
         return raw
+    if given is None and isinstance(outer.get("llm_config"), Mapping):  # of Nemotron Omni
+        given = outer["llm_config"]
     if given is None:
         if not wrapper.flat or "hidden_size" not in raw:
             raise ValueError("'text_config' is missing")

@@ -361,6 +361,7 @@ VISION_PATTERNS = tuple(
 ) + (
     *("image_newline", "model.image_newline", "talker.*", "token2wav.*", "code2wav.*"),
     *("mlp1.*", "query_tokens", "acoustic_tokenizer_encoder.*", "semantic_tokenizer_encoder.*"),
+    *("vision_projector.*", "sound_encoder.*", "sound_projection.*"),
     *("model.high_res_vision_*", "model.generation_*", "model.vqmodel.*"),
 )
 

@@ -289,6 +289,16 @@ def test_settings_of_old_files_stand_among_the_others():
     assert find_family(flat).config.from_dict(flat).hidden_size == 32
 
 
+def test_the_settings_of_a_nemotron_omni():
+    """As it is published, and as transformers writes it; without a key, the text model decides on the tie."""
+    text = {"hidden_size": 32, "tie_word_embeddings": True}
+    for key in ("llm_config", "text_config"):
+        config = {"architectures": ["NemotronH_Omni_Reasoning_V3"], key: text}
+        found = text_settings(config)
+        assert (found["model_type"], found["hidden_size"]) == ("nemotron_h", 32)
+        assert found["tie_word_embeddings"] is True
+
+
 def test_the_thinker_of_an_omni_model():
     """As Qwen3-Omni is published: the settings are two objects deep, and the tensors have a prefix."""
     config = {
@@ -355,6 +365,8 @@ def test_whether_the_head_is_tied(kind):
 
     if kind in ("qwen2_5_omni", "qwen3_omni_moe"):
         pytest.skip("its settings are those of the thinker")
+    if kind == "nemotron_h_omni":
+        pytest.skip("it holds a whole language model, whose own settings decide")
     cls, values = CONFIG_MAPPING[kind], (None, True, False)
     for outer, inner in itertools.product(values, values):
         text = {"vocab_size": 64, "tie_word_embeddings": inner, "model_type": WRAPPERS[kind].text}
