@@ -196,6 +196,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "minicpm_ocr": Wrapper("qwen3_5_text", True),
     "lfm2_vl": Wrapper("lfm2", True),
     "nemotron_h_omni": Wrapper("nemotron_h", "text"),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), Wrapper("opt", "text")),
 }
 # ``architectures`` of multimodal models → their ``model_type``.
 ARCHITECTURES: dict[str, str] = {
@@ -258,6 +259,9 @@ ARCHITECTURES: dict[str, str] = {
     "OmniASRForConditionalGeneration": "omniasr",
     "MossTranscribeDiarizeForConditionalGeneration": "moss_transcribe_diarize",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
+    "Blip2ForConditionalGeneration": "blip-2",
+    "InstructBlipForConditionalGeneration": "instructblip",
+    "InstructBlipVideoForConditionalGeneration": "instructblipvideo",
 }
 
 
