@@ -29,12 +29,14 @@ class Entry(NamedTuple):
         architectures: names in ``architectures`` of ``config.json``, separated by spaces.
         gguf: llama.cpp's names of the architecture, separated by spaces: models are written as the first.
         family: the family, if :func:`register` added it; None: it is in its file.
+        number: of the families that :func:`register` added, how many were before it, itself included.
     """
 
     model_type: str
     architectures: str
     gguf: str = ""
     family: Family = None
+    number: int = 0
 
 
 ENTRIES: dict[str, Entry] = {
@@ -280,8 +282,9 @@ def register(model: M) -> M:
     """Adds a model of your own, so that ``build`` and ``maxjax.load`` find it in this process.
 
     Args:
-        model: class of the model, which has a ``family`` of its own; or that ``Family``. It replaces all
-            families of the same model type, also maxjax's own.
+        model: class of the model, which has a ``family`` of its own; or that ``Family``. It replaces the
+            families of the same model type that have one of its architectures (and the same ``only``), or all
+            of the model type if there are none; also maxjax's own.
 
     Returns:
         The argument.
@@ -311,7 +314,7 @@ def register(model: M) -> M:
                 f"{model.__name__} has no family of its own: "
                 f"{model.__name__}.family = Family.of({model.__name__}, its config class)"
             )
-    before = {key: one for key, one in ENTRIES.items() if one.model_type == family.model_type}
+    before = _replaced(family)
     for one in ENTRIES.values():
         taken = {*one.architectures.split()} & {*family.architectures}
         if taken and one.model_type != family.model_type:
@@ -321,11 +324,21 @@ def register(model: M) -> M:
     gguf = next((one.gguf for one in before.values() if one.gguf), "")
     if family.gguf is not None:
         gguf = family.gguf.architecture
-    for key in before:
+    names, number = " ".join(family.architectures), max(one.number for one in ENTRIES.values()) + 1
+    first, *others = before or [family.model_type]
+    for key in others:
         del ENTRIES[key]
-    names = " ".join(family.architectures)
-    ENTRIES[family.model_type] = Entry(family.model_type, names, gguf, family)
+    # In the place of the first: what is looked for by a model type alone is the first that fits.
+    ENTRIES[first] = Entry(family.model_type, names, gguf, family, number)
     return model
+
+
+def _replaced(family: Family) -> dict[str, Entry]:
+    """The entries that a family replaces: an encoder has one for each head, and others stay."""
+    same = {key: one for key, one in ENTRIES.items() if one.model_type == family.model_type}
+    alike = {k: e for k, e in same.items() if {*e.architectures.split()} & {*family.architectures}}
+    found = zip(alike.items(), _loaded(alike.items()), strict=True)
+    return {key: one for (key, one), its in found if its.only == family.only} or same
 
 
 def source_of(model_type: str) -> str:
@@ -340,6 +353,8 @@ def source_of(model_type: str) -> str:
     Example:
         >>> "class LlamaAttention(Module):" in source_of("llama")
         True
+        >>> "class XLMRobertaModel(RobertaModel):" in source_of("xlm-roberta")
+        True
     """
     keys = [key for key, one in _BUILT_IN if one.model_type == model_type]
     if not keys:
@@ -347,7 +362,9 @@ def source_of(model_type: str) -> str:
             f"no architecture of maxjax has the model type {model_type[:80]!r}: "
             "maxjax.models.families() lists them"
         )
-    text = (Path(__file__).parent / f"{keys[0].partition('.')[0]}.py").read_text()
+    # A family without a class of its own is a variant, in the file of another architecture.
+    file = min(keys, key=lambda key: "_" in key.partition(".")[2]).partition(".")[0]
+    text = (Path(__file__).parent / f"{file}.py").read_text()
     text = re.sub(r"^from \.\.(?=\w)", "from maxjax.", text, flags=re.MULTILINE)
     return re.sub(r"^from \.(?=\w)", "from maxjax.models.", text, flags=re.MULTILINE)
 
@@ -377,7 +394,8 @@ def of_gguf(name: str) -> Family:
 
     Those that :func:`register` added come first, the last of them before the others.
     """
-    added = [(key, one) for key, one in reversed(ENTRIES.items()) if one.family is not None]
+    added = [(key, one) for key, one in ENTRIES.items() if one.family is not None]
+    added.sort(key=lambda pair: -pair[1].number)
     rows = ((key, one) for key, one in (*added, *_BUILT_IN) if name in one.gguf.split())
     for one in _loaded(rows):
         for table in () if one.gguf is None else (one.gguf, *one.gguf.variants):

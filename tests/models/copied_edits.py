@@ -1,4 +1,4 @@
-"""For each file of an architecture and model type: six edits of one line that change what the model computes.
+"""For each file of an architecture and model type: six edits that change what the model computes.
 
 Each is a text that stands once in the file, and the text in its place.
 """
@@ -696,6 +696,160 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             (
                 "self.self_attn(self.input_layernorm(x), cache, angles)",
                 "self.self_attn(x, cache, angles)",
+            ),
+        ],
+    },
+    "bert": {
+        "bert": [
+            ("both_ways(q, k, v, mask", "both_ways(0.7 * q, k, v, mask"),
+            ("return activation(self.act)(self.dense(x)", "return jax.nn.relu(self.dense(x)"),
+            (
+                "return add_norm(self.LayerNorm, x, self.dense(y))",
+                "return x + self.LayerNorm(self.dense(y))",
+            ),
+            ("self.position_embeddings(positions)", "self.position_embeddings(1 + positions)"),
+            (
+                "linears([self.query, self.key, self.value]",
+                "linears([self.query, self.value, self.key]",
+            ),
+            (
+                '"""A BERT with a head for texts: a reranker, for example."""',
+                'head_pooling = "mean"',
+            ),
+        ],
+        "roberta": [
+            ("both_ways(q, k, v, mask", "both_ways(0.7 * q, k, v, mask"),
+            ("positions_past_padding(ids, indices, self.config.pad_token_id)", "indices"),
+            ("return activation(self.act)(self.dense(x)", "return jax.nn.relu(self.dense(x)"),
+            ("return self.output(self.self(x, mask), x)", "return self.output(x, x)"),
+            ("self.lm_head(x).astype", "self.lm_head(0.5 * x).astype"),
+            (
+                '"""A RoBERTa with a head for texts: a reranker, for example."""',
+                'head_act = "relu"',
+            ),
+        ],
+        "electra": [
+            ("both_ways(q, k, v, mask", "both_ways(0.7 * q, k, v, mask"),
+            (
+                "x = self.embeddings_project(x).astype(x.dtype)",
+                "x = 0.5 * self.embeddings_project(x)",
+            ),
+            (
+                "return self.output(self.intermediate(x), x)",
+                "return self.output(self.intermediate(x), -x)",
+            ),
+            ('activation("gelu")(self.dense(x)', "jax.nn.relu(self.dense(x)"),
+            ("return self.LayerNorm(y).astype(x.dtype)", "return y"),
+            ('head_act: ClassVar[str] = "gelu"', 'head_act: ClassVar[str] = "tanh"'),
+        ],
+    },
+    "distilbert": {
+        "distilbert": [
+            ("both_ways(q, k, v, mask", "both_ways(0.7 * q, k, v, mask"),
+            ("activation(self.act)(self.lin1(x)", "jax.nn.relu(self.lin1(x)"),
+            (
+                "add_norm(self.output_layer_norm, x, self.ffn(x))",
+                "x + self.output_layer_norm(self.ffn(x))",
+            ),
+            ("self.position_embeddings(positions)", "self.position_embeddings(1 + positions)"),
+            ("y = self.vocab_layer_norm(y).astype(x.dtype)", "y = y"),
+            ('activation("relu")(self.pre_classifier', 'activation("tanh")(self.pre_classifier'),
+        ],
+    },
+    "mpnet": {
+        "mpnet": [
+            ("np.where(distances > 0, half, 0)", "np.where(distances < 0, half, 0)"),
+            ("mask, bias=bias,", "mask, bias=0.5 * bias,"),
+            ("activation(self.act)(self.dense(x)", "jax.nn.relu(self.dense(x)"),
+            (
+                "add_norm(self.LayerNorm, x, self.attn(x, mask, bias))",
+                "x + self.LayerNorm(self.attn(x, mask, bias))",
+            ),
+            ("positions_past_padding(ids, indices, _PADDING)", "indices"),
+            (
+                '"""An MPNet with a head for texts: a reranker, for example."""',
+                'head_pooling = "mean"',
+            ),
+        ],
+    },
+    "albert": {
+        "albert": [
+            ("both_ways(q, k, v, mask", "both_ways(0.7 * q, k, v, mask"),
+            ("activation(self.act)(self.ffn(x)", "jax.nn.relu(self.ffn(x)"),
+            (
+                "add_norm(self.full_layer_layer_norm, x, self.ffn_output(y).astype(x.dtype))",
+                "x + self.full_layer_layer_norm(self.ffn_output(y))",
+            ),
+            ("i * groups // layers for i", "0 for i"),
+            ("self.decoder(self.LayerNorm(y).astype(x.dtype))", "self.decoder(y)"),
+            ("super().__call__(x[:, 0])", "super().__call__(x[:, 1])"),
+        ],
+    },
+    "deberta_v2": {
+        "deberta-v2": [
+            ("(self.head_dim * (1 + len(self.kinds))) ** -0.5", "self.head_dim**-0.5"),
+            ("linear(distances[None]), classes.T)", "linear(distances[None]), classes)"),
+            ("found = places[:, None] - places", "found = places - places[:, None]"),
+            ("rows if self.LayerNorm is None else self.LayerNorm(rows)", "rows"),
+            ("return activation(self.act)(self.dense(x)", "return jax.nn.relu(self.dense(x)"),
+            (
+                "return add_norm(self.LayerNorm, x, self.dense(y))",
+                "return x + self.LayerNorm(self.dense(y))",
+            ),
+        ],
+    },
+    "modernbert": {
+        "modernbert": [
+            ("config.local_attention // 2 if self.kind == SLIDING else None", "None"),
+            ("rope(q, angles[self.kind]), rope", "rope(q[..., ::-1], angles[self.kind]), rope"),
+            ("activation(self.act)(gate) * up", "activation(self.act)(up) * gate"),
+            ("x + self.attn(y, mask, angles)", "x + self.attn(x, mask, angles)"),
+            (
+                "self.norm(activation(self.act)(self.dense(x)))",
+                "activation(self.act)(self.dense(x))",
+            ),
+            ("return self.config.classifier_pooling", 'return "mean"'),
+        ],
+    },
+    "jina": {
+        "jina_embeddings_v3": [
+            ("both_ways(q, k, v, mask", "both_ways(0.7 * q, k, v, mask"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("activation(self.act)(self.fc1(x)", "jax.nn.relu(self.fc1(x)"),
+            (
+                "add_norm(self.norm1, x, self.mixer(x, mask, angles))",
+                "x + self.norm1(self.mixer(x, mask, angles))",
+            ),
+            ("x = self.emb_ln(x).astype(x.dtype)", "x = x"),
+            (
+                '"""Jina\'s encoder with a head for texts: a reranker, for example."""',
+                'head_pooling = "mean"',
+            ),
+        ],
+    },
+    "nomic": {
+        "nomic_bert": [
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("activation(self.act)(gate) * up", "activation(self.act)(up) * gate"),
+            ("add_norm(self.norm2, x, self.mlp(x))", "x + self.norm2(self.mlp(x))"),
+            ("x = self.emb_ln(x).astype(x.dtype)", "x = x"),
+            ("return self.layer_norm(y).astype(x.dtype)", "return y"),
+            (
+                '"""A Nomic BERT with a head for texts: a reranker, for example."""',
+                'head_pooling = "mean"',
+            ),
+        ],
+    },
+    "gte": {
+        "gte": [
+            ("both_ways(q, k, v, mask", "both_ways(0.7 * q, k, v, mask"),
+            ("rope(q, angles), rope(k, angles)", "rope(q[..., ::-1], angles), rope(k, angles)"),
+            ("activation(self.act)(gate) * up", "activation(self.act)(up) * gate"),
+            ("return self.LayerNorm(total).astype(x.dtype)", "return total"),
+            ("x = add_norm(self.attn_ln, x, ", "x = add_norm(self.attn_ln, 0.5 * x, "),
+            (
+                '"""A GTE with a head for texts: a reranker, for example."""',
+                'head_pooling = "mean"',
             ),
         ],
     },

@@ -3,15 +3,28 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import maxjax.models
 from maxjax.errors import UserInputError
-from maxjax.models import Llama, LlamaConfig, all_families, find_family, register, registry
+from maxjax.models import (
+    BertForMaskedLM,
+    BertModel,
+    DebertaV2ForMaskedLM,
+    Llama,
+    LlamaConfig,
+    Mistral,
+    all_families,
+    find_family,
+    register,
+    registry,
+)
+from maxjax.models.deberta_v2 import DebertaV3ForMaskedLM
 from maxjax.models.gguf.table import GGUF_TABLES
-from maxjax.models.registry import ENTRIES, gguf_architectures, gguf_of
+from maxjax.models.registry import ENTRIES, gguf_architectures, gguf_of, of_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +99,33 @@ def test_a_model_class_is_registered_with_its_family():
     register(Mine)
     assert find_family({"model_type": "llama"}) is Mine.family
     assert gguf_of("llama") == "llama"
+
+
+def test_a_registered_head_replaces_that_head_only():
+    mine = replace(BertForMaskedLM.family)
+    register(mine)
+    assert find_family({"architectures": ["BertForMaskedLM"]}) is mine
+    assert find_family({"architectures": ["BertForTokenClassification"]}) is not mine
+    assert find_family({"model_type": "bert"}) is BertModel.family
+    register(again := replace(mine))
+    assert find_family({"architectures": ["BertForPreTraining"]}) is again
+    base = replace(BertModel.family)
+    register(base)
+    assert find_family({"model_type": "bert"}) is base
+    assert find_family({"architectures": ["BertForMaskedLM"]}) is again
+
+
+def test_a_registered_variant_replaces_that_variant_only():
+    variant, others = DebertaV3ForMaskedLM.family, replace(DebertaV2ForMaskedLM.family)
+    register(others)
+    config = {"architectures": ["DebertaV2ForMaskedLM"]}
+    assert find_family(config) is others and find_family({**config, "legacy": False}) is variant
+    register(mine := replace(variant))
+    assert find_family(config) is others and find_family({**config, "legacy": False}) is mine
+
+
+def test_of_registered_families_the_last_reads_gguf_files():
+    mistral = replace(Mistral.family, gguf=Llama.family.gguf)
+    for family in (mistral, Llama.family, mistral):
+        register(mine := replace(family))
+        assert of_gguf("llama") is mine
