@@ -5,6 +5,7 @@ For every architecture, its file is copied, its relative imports made absolute, 
 states and the logits of its heads for masked words and for texts.
 """
 
+import dataclasses
 import importlib.util
 import re
 import sys
@@ -43,7 +44,7 @@ DISTIL = {
     "n_heads": 2,
     "max_position_embeddings": 20,
 }
-HEADS = ("MaskedLM", "SequenceClassification")
+EDITED_HEADS = ("fill-mask", "classify")
 # Whose edits, and which encoders' copies, the default set tests: attention, latent vectors, recurrent states, windows.
 DEFAULT = ("llama", "deepseek_v3", "mamba2", "modernbert")
 # Architectures that are one file; the model types that the tests load with their copies.
@@ -96,14 +97,23 @@ def logits(model):
     return np.asarray(model(rows))
 
 
-def save_encoders(kind, directory):
-    """Saves an encoder with each of ``HEADS``, whose weights are not ones and zeros; returns the folders."""
+def heads_of(kind):
+    """The classes of an encoder with each of its heads."""
+    names = [key.partition(".")[2] for key, e in registry.ENTRIES.items() if e.model_type == kind]
+    stem = Path(FILES[kind]).stem
+    file = importlib.import_module(f"maxjax.models.{stem}")
+    return [getattr(file, name) for name in names if "For" in name]
+
+
+def save_encoders(kind, directory, heads):
+    """Saves an encoder of each class with a head, whose weights are not ones and zeros; returns the folders."""
     name, settings = ENCODERS[kind]
     sizes = DISTIL if kind == "distilbert" else SIZES
     config = getattr(maxjax.models, f"{name}Config")(**sizes, **settings, num_labels=3)
-    rng, folders = np.random.default_rng(0), [directory / head for head in HEADS]
-    for head, folder in zip(HEADS, folders, strict=True):
-        model = getattr(maxjax.models, f"{name}For{head}")(config)
+    rng, folders = np.random.default_rng(0), [directory / head.__name__ for head in heads]
+    for head, folder in zip(heads, folders, strict=True):
+        is_v3 = head.__name__.startswith("DebertaV3")
+        model = head(dataclasses.replace(config, legacy=False) if is_v3 else config)
         model = maxjax.init(model, jax.random.key(0))
         model = jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape, np.float32), model)
         maxjax.save_pretrained(model, folder)
@@ -117,9 +127,10 @@ def outputs(model):
     ids = np.where(mask, ids, getattr(model.config, "pad_token_id", 1))
     out = model(ids, mask)
     real = mask.astype(bool)
-    logits = np.asarray(out.logits)
-    found = [np.asarray(out.last_hidden_state)[real], logits[real] if logits.ndim == 3 else logits]
-    return found if out.pooler_output is None else [*found, np.asarray(out.pooler_output)]
+    found = [
+        np.asarray(one) for one in out if one is not None
+    ]  # [B, T, …], or [B, …] of whole texts
+    return [one[real] if one.shape[:2] == real.shape else one for one in found]
 
 
 def outputs_of(folders):
@@ -129,16 +140,18 @@ def outputs_of(folders):
 
 @pytest.mark.parametrize("kind", chosen(ENCODERS, DEFAULT))
 def test_a_copied_encoder_is_the_same_model(kind, tmp_path, registered):
-    folders = save_encoders(kind, tmp_path)
+    heads = heads_of(kind)
+    folders = save_encoders(kind, tmp_path, heads)
     _, expected = outputs_of(folders)
     text = source_of(kind)
     assert not [line for line in re.findall(r"^from maxjax.*", text, flags=re.M) if " _" in line]
     register_copy(kind, text, tmp_path, f"copy_of_{Path(FILES[kind]).stem}")
     models, found = outputs_of(folders)
     assert {type(one).__module__ for one in models} == {f"copy_of_{Path(FILES[kind]).stem}"}
+    assert [type(one).__name__ for one in models] == [one.__name__ for one in heads]
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-    saved = [tmp_path / "saved" / head for head in HEADS]
+    saved = [tmp_path / "saved" / head.__name__ for head in heads]
     for model, folder in zip(models, saved, strict=True):
         maxjax.save_pretrained(model, folder)
     for one, other in zip(outputs_of(saved)[1], expected, strict=True):
@@ -168,7 +181,8 @@ EDITED = [kind for kind in (*COPIED, *ENCODERS) if kind in EDITS[Path(FILES[kind
 def test_each_edit_of_one_line_changes_the_results(kind, tmp_path, registered):
     is_encoder = kind in ENCODERS
     if is_encoder:
-        folders = save_encoders(kind, tmp_path)
+        heads = [one for one in heads_of(kind) if one.task in EDITED_HEADS]
+        folders = save_encoders(kind, tmp_path, heads)
     else:
         CASES[kind].model(tmp_path / "hf")
 
