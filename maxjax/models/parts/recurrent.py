@@ -34,11 +34,14 @@ from .cache import LayerCache
 C = TypeVar("C", bound=LayerCache)
 
 
-def convolve(conv: CausalConv, x: jax.Array, cache: C, group: str) -> tuple[jax.Array, C]:
+def convolve(
+    conv: Callable[..., tuple[jax.Array, jax.Array]], x: jax.Array, cache: C, group: str
+) -> tuple[jax.Array, C]:
     """Compute ``y[t] = bias + Σ_k weight[:, k] · x[t - K + 1 + k]``, over the tokens and the K - 1 before them.
 
     Args:
-        conv: the convolution, whose K taps multiply the token (the last tap) and those just before it.
+        conv: the convolution, whose K taps multiply the token (the last tap) and those just before it: a
+            CausalConv, or a function with its arguments.
         x: inputs ``[B, T, C]``.
         cache: the layer's cache, with the last inputs ``[B, K - 1, C]`` as the state "conv".
         group: name of the group in the cache.
@@ -156,13 +159,14 @@ def gated_delta(
 ) -> tuple[jax.Array, C]:
     """Run the gated delta rule for each head: ``S ← exp(g) S``, ``S ← S + k ⊗ beta (v - Sᵀ k)``, then ``y = Sᵀ q``.
 
-    The state S ``[Dk, Dv]`` of each head is the state "delta" of the cache. Several tokens are computed in chunks
+    The decay is one number for each head, or one for each feature of the keys (arXiv:2510.26692). The state S
+    ``[Dk, Dv]`` of each head is the state "delta" of the cache. Several tokens are computed in chunks
     (arXiv:2412.06464), in time linear in T. On a mesh each device has its own heads.
 
     Args:
         q, k: scaled queries and normalised keys, ``[B, T, H, Dk]``.
         v: values ``[B, T, H, Dv]``.
-        g: logarithms of the decays, ``[B, T, H]``, at most 0.
+        g: logarithms of the decays, ``[B, T, H]`` or ``[B, T, H, Dk]``, at most 0.
         beta: shares of the corrections, ``[B, T, H]``.
         cache: the layer's cache.
         group: name of the group in the cache.

@@ -5,8 +5,10 @@ the value that it gives for the token's key is moved towards the token's value b
 
     S ← exp(g) S;  S ← S + k ⊗ beta (v - Sᵀ k);  y = Sᵀ q
 
-Source: S. Yang et al., arXiv:2412.06464; in chunks arXiv:2406.06484, as transformers'
-``torch_chunk_gated_delta_rule``.
+The decay is one number for each head, or one for each feature of the keys, which are the rows of S.
+
+Sources: S. Yang et al., arXiv:2412.06464; in chunks arXiv:2406.06484, as transformers'
+``torch_chunk_gated_delta_rule``; with decays of features Kimi Linear, arXiv:2510.26692.
 
 Shapes: B sequences, T tokens, H heads, key width Dk, value width Dv, n chunks of C tokens.
 """
@@ -29,6 +31,8 @@ from .segments import chunked, in_chunks, joined, segment_sums
 CHUNK = 64
 """Number C of tokens whose corrections are found by one triangular solve; a multiple of _BLOCK."""
 _BLOCK = 16
+# C where features have decays of their own: the products of keys are then sums, not matmuls, in time linear in C.
+_BY_FEATURE = _BLOCK
 
 
 def delta_step(
@@ -39,7 +43,7 @@ def delta_step(
     Args:
         q, k: scaled queries and normalised keys, ``[B, H, Dk]``.
         v: values ``[B, H, Dv]``.
-        g: logarithm of the decay, ``[B, H]``, at most 0.
+        g: logarithm of the decay, ``[B, H]``, or ``[B, H, Dk]`` for one of each feature; at most 0.
         beta: share of the correction, ``[B, H]``.
         state: state ``[B, H, Dk, Dv]``.
 
@@ -54,6 +58,8 @@ def delta_step(
         (3.0, [3.0, 1.0])
     """
     q, k, v, g, beta, state = (a.astype(jnp.float32) for a in (q, k, v, g, beta, state))
+    if g.ndim == k.ndim:
+        return _step_by_feature(q, k, v, jnp.exp(g), beta, state)
     kept = jnp.exp(g)[..., None]
     # One read of the state serves key and query: the result for the query before the correction is enough.
     both = jnp.einsum("bhjk,bhkv->bhjv", jnp.stack([k, q], -2), state, precision="highest")
@@ -61,6 +67,17 @@ def delta_step(
     change = (v - known) * beta[..., None]
     state = state * kept[..., None] + k[..., None] * change[..., None, :]
     return found + jnp.sum(q * k, axis=-1, keepdims=True) * change, state
+
+
+def _step_by_feature(
+    q: jax.Array, k: jax.Array, v: jax.Array, kept: jax.Array, beta: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`delta_step` with decays ``kept [B, H, Dk]`` of the features."""
+    both = jnp.stack([k * kept, q * kept], -2)
+    both = jnp.einsum("bhjk,bhkv->bhjv", both, state, precision="highest")
+    change = (v - both[..., 0, :]) * beta[..., None]
+    state = state * kept[..., None] + k[..., None] * change[..., None, :]
+    return both[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * change, state
 
 
 def delta_chunks(
@@ -71,7 +88,8 @@ def delta_chunks(
     Args:
         q, k: scaled queries and normalised keys, ``[B, T, H, Dk]``.
         v: values ``[B, T, H, Dv]``.
-        g, beta: decays and shares, ``[B, T, H]``. A token for which both are 0 does not change the state.
+        g, beta: decays and shares, ``[B, T, H]``; decays may be ``[B, T, H, Dk]``. A token for which both are 0
+            does not change the state.
         state: state before the tokens, ``[B, H, Dk, Dv]``.
 
     Returns:
@@ -83,20 +101,27 @@ def delta_chunks(
         >>> y.shape, state.shape
         ((1, 5, 2, 4), (1, 2, 4, 4))
     """
-    length = q.shape[1]
-    chunks = chunked(length, CHUNK, _BLOCK)
+    length, by_feature = q.shape[1], g.ndim == k.ndim
+    chunks = chunked(length, _BY_FEATURE if by_feature else CHUNK, _BLOCK)
+    g = g if by_feature else g[..., None]
     # [n, B, H, C, ...]
-    q, k, v, g, beta = (in_chunks(a, *chunks) for a in (q, k, v, g[..., None], beta[..., None]))
-    decay = jnp.exp(segment_sums(g[..., 0]))  # [n, B, H, C, C]
-    since = jnp.exp(jnp.cumsum(g, axis=-2))  # decay since the chunk began, [n, B, H, C, 1]
-    until = decay[..., -1, :, None]  # decay until the chunk ends, [n, B, H, C, 1]
-    shared = jnp.einsum("...id,...jd->...ij", k, k) * beta
+    q, k, v, g, beta = (in_chunks(a, *chunks) for a in (q, k, v, g, beta[..., None]))
+    since = jnp.exp(jnp.cumsum(g, axis=-2))  # decay since the chunk began, [n, B, H, C, 1 or Dk]
+    if by_feature:
+        after = jnp.cumsum(g[..., :0:-1, :], axis=-2)[..., ::-1, :]
+        until = jnp.exp(jnp.pad(after, ((0, 0),) * 3 + ((0, 1), (0, 0))))  # until the chunk ends
+        shared, within = _decayed_products(q, k, g)
+        shared = shared * beta
+    else:
+        decay = jnp.exp(segment_sums(g[..., 0]))  # [n, B, H, C, C]
+        until = decay[..., -1, :, None]
+        shared = jnp.einsum("...id,...jd->...ij", k, k) * beta * decay
+        within = jnp.einsum("...id,...jd->...ij", q, k) * decay
     # Each correction depends on the earlier ones of its chunk: a unit lower triangular system.
-    system = jnp.tril(shared * decay, -1)
+    system = jnp.tril(shared, -1)
     wanted = jnp.concatenate([v * beta, k * beta * since], axis=-1)
     solved = _solved(system, wanted)
     values, reads = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-    within = jnp.einsum("...id,...jd->...ij", q, k) * decay
 
     def chunk(state: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         values, reads, within, queries, keys, decayed = at
@@ -104,9 +129,25 @@ def delta_chunks(
         y = queries @ state + within @ new
         return state * decayed + keys.swapaxes(-1, -2) @ new, y
 
-    each = (values, reads, within, q * since, k * until, since[..., -1:, :])
+    each = (values, reads, within, q * since, k * until, since[..., -1, :, None])
     state, y = jax.lax.scan(chunk, varying_with(state.astype(jnp.float32), each), each)
     return joined(y, length), state
+
+
+def _decayed_products(q: jax.Array, k: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """At i, j the sums of ``k[i] k[j]`` and of ``q[i] k[j]`` over features, decayed by ``g[j + 1 … i]``; 0 where j > i.
+
+    Each is ``[n, B, H, C, C]``. Products of ``exp(sums)`` and ``exp(-sums)`` would overflow, so that each pair has
+    its own decay, of one chunk after the other.
+    """
+
+    def chunk(at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, g = at  # [B, H, C, Dk]
+        decay = jnp.exp(jnp.moveaxis(segment_sums(g.swapaxes(-1, -2)), -3, -1))  # [B, H, C, C, Dk]
+        decayed = decay * k[..., None, :, :]
+        return tuple(jnp.einsum("bhid,bhijd->bhij", a, decayed) for a in (k, q))  # type: ignore
+
+    return jax.lax.map(chunk, (q, k, g))
 
 
 def _solved(system: jax.Array, wanted: jax.Array) -> jax.Array:

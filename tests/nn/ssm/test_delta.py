@@ -27,11 +27,22 @@ def in_float64(q, k, v, g, beta, state):
     q, k, v, g, beta, state = (np.asarray(a, np.float64) for a in (q, k, v, g, beta, state))
     found = []
     for t in range(q.shape[1]):
-        state = state * np.exp(g[:, t])[..., None, None]
+        kept = np.exp(g[:, t])
+        state = state * (kept[..., None] if kept.ndim == 3 else kept[..., None, None])
         known = np.einsum("bhkv,bhk->bhv", state, k[:, t])
         state = state + np.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - known))
         found.append(np.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return np.stack(found, 1), state
+
+
+def by_feature(given, seed=9):
+    """The same with a decay of each feature of the keys."""
+    q, k, v, g, beta, state = given
+    each = np.random.default_rng(seed).exponential(1.0, (*g.shape, DK))
+    return [q, k, v, (g[..., None] * each).astype(np.float32), beta, state]
+
+
+RULES = pytest.mark.parametrize("rule", [list, by_feature], ids=["by head", "by feature"])
 
 
 def close(found, expected):
@@ -39,9 +50,10 @@ def close(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
 
+@RULES
 @pytest.mark.parametrize("length", [1, 7, CHUNK, 2 * CHUNK + 9])
-def test_chunks_and_steps_are_the_rule(length):
-    given = inputs(length)
+def test_chunks_and_steps_are_the_rule(length, rule):
+    given = rule(inputs(length))
     expected = in_float64(*given)
     close(jax.jit(delta_chunks)(*given), expected)
     *tokens, state = given
@@ -49,8 +61,9 @@ def test_chunks_and_steps_are_the_rule(length):
     close((y[:, None], after), in_float64(*(a[:, :1] for a in tokens), state))
 
 
-def test_a_strong_decay_neither_overflows_nor_loses_what_is_new():
-    *tokens, g, beta, state = inputs(70)
+@RULES
+def test_a_strong_decay_neither_overflows_nor_loses_what_is_new(rule):
+    *tokens, g, beta, state = rule(inputs(70))
     given = (*tokens, g * 300, beta, state)
     close(jax.jit(delta_chunks)(*given), in_float64(*given))
 
