@@ -144,6 +144,8 @@ from .jina import JinaV3ForQuestionAnswering as JinaV3ForQuestionAnswering
 from .jina import JinaV3ForSequenceClassification as JinaV3ForSequenceClassification
 from .jina import JinaV3ForTokenClassification as JinaV3ForTokenClassification
 from .jina import JinaV3Model as JinaV3Model
+from .kimi_linear import KimiLinear as KimiLinear
+from .kimi_linear import KimiLinearConfig as KimiLinearConfig
 from .lfm2 import LFM2 as LFM2
 from .lfm2 import LFM2Config as LFM2Config
 from .lfm2 import LFM2MoE as LFM2MoE

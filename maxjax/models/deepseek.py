@@ -47,13 +47,11 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..dtype import DType
-from ..errors import CheckpointFormatError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
-from ..graph.weights import WeightData
 from ..kernels.explicit import concatenate
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
@@ -64,9 +62,9 @@ from ..nn.moe import Experts, check_experts, route
 from ..nn.norm import LayerNorm, RMSNorm
 from .family import Family
 from .fused_experts import FusedExperts
+from .gguf.latent import join_keys_and_values, mla_widths, split_keys_and_values
 from .gguf.metadata import MAX_EXPERTS, Settings, unsupported
 from .gguf.names import NEXT, ROUTED_DEFAULTS, ROUTED_KEYS, Rule, expert_names
-from .gguf.pieces import computed
 from .gguf.table import GGUFTable
 from .names import DECODER, PREDICTION, Names
 from .parts import (
@@ -642,88 +640,14 @@ class GLM4MoELite(DeepseekV3):
 
 
 # --- GGUF files ---------------------------------------------------------------------------------
-#
-# They hold kv_b_proj as two tensors, keys [C, N] and values [V, C] of each head, so that llama.cpp can attend to
-# latent vectors as to one KV head; files from before April 2025 hold it as one. Source: DeepseekV2Model of llama.cpp's
-# converter, and its src/models/deepseek2.cpp.
 
-_BOTH, _KEYS, _VALUES = (f"self_attn.{part}_proj.weight" for part in ("kv_b", "k_b", "v_b"))
 # llama.cpp's numbers of the functions that give scores to experts.
 _SOFTMAX, _SIGMOID = 1, 2
 
 
-def _join(given: Settings, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-    """Joins keys ``[H, C, N]`` and values ``[H, V, C]`` to ``kv_b_proj`` ``[H · (N + V), C]``."""
-    found = dict(tensors)
-    for name in tensors:
-        if not name.endswith(_KEYS):
-            continue
-        front = name.removesuffix(_KEYS)
-        pair: list[Any] = [found.pop(name), found.pop(front + _VALUES, None)]
-        shapes: list[Any] = [
-            () if one is None else tuple(map(int, one.logical_shape)) for one in pair
-        ]
-        if pair[1] is None or [len(shape) for shape in shapes] != [3, 3]:
-            raise CheckpointFormatError(
-                "keys without values of latents", path=given.path, tensor=name,
-                expected="[H, C, N] and [H, V, C]", found=shapes,
-            )  # fmt: skip
-        (heads, size, keys), (others, values, other) = shapes
-        if (heads, size) != (others, other):
-            raise CheckpointFormatError(
-                "keys and values differ in their heads or latents", path=given.path, tensor=name,
-                expected=[heads, values, size], found=shapes[1],
-            )  # fmt: skip
-
-        def join(k: np.ndarray, v: np.ndarray) -> np.ndarray:
-            return np.concatenate([k.swapaxes(1, 2), v], 1).reshape(-1, k.shape[1])
-
-        new = front + _BOTH
-        if new in found:
-            raise CheckpointFormatError(
-                "the tensor is there as a whole too", path=given.path, tensor=name
-            )
-        found[new] = computed(new, pair, join, (heads * (keys + values), size))
-    return found
-
-
-def _split(config: Any, tensors: Mapping[str, WeightData]) -> dict[str, WeightData]:
-    """Splits ``kv_b_proj`` into keys ``[H, C, N]`` and values ``[H, V, C]``; blocks are dequantised."""
-    heads, keys, values = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
-    size = config.kv_lora_rank
-
-    def split(both: np.ndarray) -> np.ndarray:
-        return both.reshape(heads, keys + values, size)[:, :keys].swapaxes(1, 2)
-
-    def rest(both: np.ndarray) -> np.ndarray:
-        return both.reshape(heads, keys + values, size)[:, keys:]
-
-    found: dict[str, WeightData] = {}
-    for name, data in tensors.items():
-        if not name.endswith(_BOTH):
-            found[name] = data
-            continue
-        front = name.removesuffix(_BOTH)
-        shape = tuple(map(int, data.logical_shape))
-        if shape != (heads * (keys + values), size):
-            raise CheckpointFormatError(
-                "not the shape that the configuration says", tensor=name,
-                expected=[heads * (keys + values), size], found=shape,
-            )  # fmt: skip
-        found[front + _KEYS] = computed(front + _KEYS, [data], split, (heads, size, keys))
-        found[front + _VALUES] = computed(front + _VALUES, [data], rest, (heads, values, size))
-    return found
-
-
 def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The family (V2 or V3), the widths of a head, and values that files leave out."""
-    rotated = given.count("rope.dimension_count")
-    width, value = (
-        given.count(f"attention.{kind}_length_mla", given.count(f"attention.{kind}_length"))
-        for kind in ("key", "value")
-    )
-    if width <= rotated:
-        raise given.wrong("attention.key_length_mla", f"over {rotated}", width, "is out of range")
+    rotated, plain, value = mla_widths(given)
     gating = given.count("expert_gating_func", 0, minimum=0) or _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):
         raise given.unsupported(f"'{given.prefix}expert_gating_func' {gating}")
@@ -732,7 +656,7 @@ def _of_gguf(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[s
     found = {
         "num_hidden_layers": config["num_hidden_layers"] - more,
         "num_key_value_heads": config["num_attention_heads"],
-        "qk_rope_head_dim": rotated, "qk_nope_head_dim": width - rotated, "v_head_dim": value,
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": plain, "v_head_dim": value,
         "q_lora_rank": given.count("attention.q_lora_rank", None),
         "routed_scaling_factor": config["routed_scaling_factor"] or 1.0,
     }  # fmt: skip
@@ -811,8 +735,8 @@ DEEPSEEK_GGUF = GGUFTable(
     biases=("exp_probs_b",),
     width="rope.dimension_count",
     log_multiplier=0.1,
-    join=_join,
-    split=_split,
+    join=join_keys_and_values,
+    split=split_keys_and_values,
 )  # fmt: skip
 
 DEEPSEEK_V2 = DeepseekV2.family = Family.of(

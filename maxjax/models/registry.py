@@ -199,6 +199,9 @@ ENTRIES: dict[str, Entry] = {
     "mamba.Mamba": Entry("mamba", "MambaForCausalLM MambaModel", "mamba"),
     "mamba.FalconMamba": Entry("falcon_mamba", "FalconMambaForCausalLM FalconMambaModel", "mamba"),
     "mamba2.Mamba2": Entry("mamba2", "Mamba2ForCausalLM Mamba2Model", "mamba2"),
+    "kimi_linear.KimiLinear": Entry(
+        "kimi_linear", "KimiLinearForCausalLM KimiLinearModel", "kimi-linear"
+    ),
     "jamba.Jamba": Entry("jamba", "JambaForCausalLM JambaModel", "jamba"),
     "falcon_h1.FalconH1": Entry("falcon_h1", "FalconH1ForCausalLM FalconH1Model", "falcon-h1"),
     "nemotron_h.NemotronH": Entry(

@@ -609,6 +609,16 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("mixer(self.input_layernorm(x), cache)", "mixer(x, cache)"),
         ],
     },
+    "kimi_linear": {
+        "kimi_linear": [
+            ("scale=(N + R) ** -0.5", "scale=0.7 * (N + R) ** -0.5"),
+            ("unit(q) * D**-0.5, unit(k), v,", "unit(q) * D**-0.5, k, v,"),
+            ("g = -rate * jax.nn.softplus(", "g = -rate * jax.nn.relu("),
+            ("* jax.nn.sigmoid(z.astype(jnp.float32))", "* jax.nn.silu(z.astype(jnp.float32))"),
+            ("c, r = self.kv_a_layernorm(kv[..., :-R]),", "c, r = kv[..., :-R],"),
+            ("self.experts(x, chosen, shares)", "self.experts(x, chosen, shares**2)"),
+        ],
+    },
     "nemotron_h": {
         "nemotron_h": [
             ("y, cache = attend(q, k, v, cache)", "y, cache = attend(q, v, k, cache)"),

@@ -41,7 +41,7 @@ HOSTILE = [
 ]  # fmt: skip
 # Numbers that count nothing in a file, and cost nothing however large they are.
 FREE = {
-    "max_position_embeddings", "sliding_window", "sliding_window_pattern", "local_attention",
+    "max_position_embeddings", "model_max_length", "sliding_window", "sliding_window_pattern", "local_attention",
     "attention_chunk_size", "moe_layer_start_index", "moe_layer_interval", "window_size", "n_positions",
     "max_relative_positions", "first_k_dense_replace", "moe_layer_end_index",
     "seq_length", "max_seq_len", "index_topk",

@@ -10,6 +10,8 @@ from maxjax.models import (
     LFM2,
     FalconH1,
     FalconH1Config,
+    KimiLinear,
+    KimiLinearConfig,
     LFM2Config,
     Mamba,
     MambaConfig,
@@ -33,6 +35,15 @@ MODELS = {
         Qwen35Config(
             96, 16, 24, **SIZES, head_dim=8, layer_types=("linear_attention", "full_attention"),
             linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=4, linear_value_head_dim=4,
+        ),
+    ),
+    "features": (
+        KimiLinear,
+        KimiLinearConfig(
+            96, 16, 24, num_hidden_layers=2, num_attention_heads=4, kv_lora_rank=6, qk_nope_head_dim=4,
+            qk_rope_head_dim=2, v_head_dim=4, layer_types=("linear_attention", "full_attention"),
+            linear_num_heads=8, linear_head_dim=4, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=8,
         ),
     ),
     "conv": (LFM2, LFM2Config(96, 16, 24, **SIZES, layer_types=("conv", "full_attention"))),
@@ -77,7 +88,7 @@ def made(request):
     """(Name of the group, function that makes the model, its results without a mesh)."""
     kind, config = MODELS[request.param]
     make = lambda: maxjax.init(kind(config), jax.random.key(0))
-    group = "mamba" if request.param == "selective" else request.param
+    group = {"selective": "mamba", "features": "linear"}.get(request.param, request.param)
     return group, make, run(make(), group)
 
 

@@ -95,6 +95,49 @@ class NoMiddle(Layout):
 
 
 @dataclass(frozen=True)
+class AxesOf1(Layout):
+    """A tensor that has axes of size 1 in other places than the file's.
+
+    The converter of Kimi Linear writes four axes (``KimiLinearModel``), of which programs that quantise drop those
+    in front.
+
+    Attributes:
+        axes, in_file: 1 for each axis of size 1, and 0 for the others, of the tensor and of the one in the file.
+
+    Example:
+        >>> taps = AxesOf1((0, 1, 0), (1, 0, 1, 0))
+        >>> taps.shape((1, 6, 1, 4)), taps.shape((6, 1, 4)), taps.back().shape((6, 1, 4))
+        ((6, 1, 4), (6, 1, 4), (1, 6, 1, 4))
+    """
+
+    axes: tuple[int, ...]
+    in_file: tuple[int, ...]
+    by_rows = False
+
+    def shape(self, in_file: Sequence[int]) -> Shape:
+        """See :class:`Layout`."""
+        full = (*(1,) * (len(self.in_file) - len(in_file)), *in_file)
+        if len(full) != len(self.in_file) or any(
+            is_1 and n != 1 for n, is_1 in zip(full, self.in_file, strict=True)
+        ):
+            expected = ["1" if is_1 else "n" for is_1 in self.in_file]
+            raise CheckpointFormatError(
+                "not a tensor with such axes of size 1",
+                expected=f"[{', '.join(expected)}]", found=f"shape {list(in_file)}",
+            )  # fmt: skip
+        others = iter(n for n, is_1 in zip(full, self.in_file, strict=True) if not is_1)
+        return tuple(1 if is_1 else next(others) for is_1 in self.axes)
+
+    def apply(self, in_file: np.ndarray) -> np.ndarray:
+        """See :class:`Layout`. A view."""
+        return in_file.reshape(self.shape(in_file.shape))
+
+    def back(self) -> Layout:
+        """See :class:`Layout`."""
+        return AxesOf1(self.in_file, self.axes)
+
+
+@dataclass(frozen=True)
 class Flat(Layout):
     """A vector that files hold as a matrix with ``rows_stored`` rows, or with one row for each value.
 

@@ -342,6 +342,30 @@ def of_nemotron_h(pick: Pick, found: Settings) -> Settings:
             "tie_word_embeddings": LEFT_OUT}  # fmt: skip
 
 
+def of_kimi_linear(pick: Pick, found: Settings) -> Settings:
+    layers, groups = found["num_hidden_layers"], pick(1, 2)
+    chosen = pick(1, groups)
+    experts = pick(4, 8)
+    heads, width = pick(1, 2, 4), pick(6, 8)
+    kinds = kinds_of(pick, found, FULL, LINEAR, LINEAR)
+    kernel = pick(2, 4)
+    nested = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": kernel,
+              "full_attn_layers": [i + 1 for i, kind in enumerate(kinds) if kind == FULL],
+              "kda_layers": [i + 1 for i, kind in enumerate(kinds) if kind == LINEAR]}  # fmt: skip
+    plain = {"linear_num_heads": heads, "linear_head_dim": width, "linear_conv_kernel_dim": kernel,
+             "layer_types": kinds}  # fmt: skip
+    return {
+        **pick({**plain}, {"linear_attn_config": nested, "layer_types": LEFT_OUT}), **no_rope(),
+        "num_key_value_heads": found["num_attention_heads"], "head_dim": LEFT_OUT,
+        "kv_lora_rank": pick(8, 12), "q_lora_rank": pick(None, 10, 16), "qk_nope_head_dim": pick(3, 6),
+        "qk_rope_head_dim": pick(4, 6), "v_head_dim": pick(5, 9), "hidden_act": pick("silu", "relu"),
+        "num_experts": experts, "n_shared_experts": pick(1, 2), "tie_word_embeddings": LEFT_OUT,
+        "n_group": groups, "topk_group": chosen, "num_expert_group": LEFT_OUT,
+        "num_experts_per_tok": min(pick(1, 2, 3), experts // groups * chosen),
+        "mlp_layer_types": pick(LEFT_OUT, pick.many(layers, "dense", "sparse")),
+    }  # fmt: skip
+
+
 def of_gpt(pick: Pick, found: Settings) -> Settings:
     """GPT-J, CodeGen and StarCoder, whose settings have GPT-2's names."""
     heads = pick(1, 2, 3, 4)
@@ -474,6 +498,7 @@ OWN: dict[str, Callable[[Pick, Settings], Settings]] = {
     "phi": of_phi,
     "falcon_h1": of_falcon_h1,
     "nemotron_h": of_nemotron_h,
+    "kimi_linear": of_kimi_linear,
     "gpt_neo": of_gpt_neo,
     "gptj": of_gpt,
     "codegen": of_codegen,
