@@ -33,7 +33,7 @@ CASES = [
     mamba("biases", exact=False, gguf=False, use_bias=True, use_conv_bias=False, expand=3, time_step_rank=5,
           residual_in_fp32=False),
     mamba("rank", length=40, exact=False, time_step_rank=7, state_size=16),
-    falcon("7b", length=90, conv_kernel=3, layer_norm_epsilon=1e-3, time_step_rank=8),
+    falcon("7b", length=70, conv_kernel=3, layer_norm_epsilon=1e-3, time_step_rank=12),
     falcon("biases", exact=False, gguf=False, use_bias=True, mixer_rms_eps=1e-2, expand=1),
     falcon("untied", exact=False, tie_word_embeddings=False, time_step_rank=3),
 ]  # fmt: skip
