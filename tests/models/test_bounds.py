@@ -44,7 +44,7 @@ FREE = {
     "max_position_embeddings", "model_max_length", "sliding_window", "sliding_window_pattern", "local_attention",
     "attention_chunk_size", "moe_layer_start_index", "moe_layer_interval", "window_size", "n_positions",
     "max_relative_positions", "first_k_dense_replace", "moe_layer_end_index",
-    "seq_length", "max_seq_len", "index_topk",
+    "seq_length", "max_seq_len", "index_topk", "floor_scale",
 }  # fmt: skip
 # Of models whose layers all have experts, or that have one size for all; and what "per_layer_config" says.
 UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate_size")}
