@@ -13,7 +13,8 @@ from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
-from ..text.tokenizer.tokenizer import Tokenizer
+from ..text.tokenizer.arguments import checked_texts_or_pairs
+from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .embed import pooled_rows
 from .heads import check_head, check_lengths, softmax
 from .rerank import ACTIVATIONS
@@ -56,7 +57,8 @@ def classify(
         model: an encoder or decoder with a classification head (``…ForSequenceClassification``), as returned by
             ``maxjax.load``.
         tokenizer: the model's tokenizer.
-        texts: a text, a pair of texts as a tuple, or a list of texts or of pairs.
+        texts: a text, a pair of texts as a tuple, or a list of texts and of pairs. A pair whose second text is
+            empty is read as one text, as in the pipeline.
         top: the number of labels to return; None for all.
         batch_size: the maximum number of rows in one batch.
         truncate: whether to truncate texts longer than the model's limit; otherwise they are an error.
@@ -68,7 +70,8 @@ def classify(
         A list of :class:`LabelScore`, the most probable first; for a list of texts, a list of these.
 
     Raises:
-        TypeError: a text is not a str; or an argument is unknown, and the message suggests the right name if it can.
+        TypeError: a text is neither a str nor a pair of them; or an argument is unknown, and the message suggests
+            the right name if it can.
         UserInputError: the model has no such head or no weights; there is no tokenizer; a text is too long.
         ProgramMismatchError: the model or a text is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
@@ -84,11 +87,9 @@ def classify(
         check_head(model, tokenizer, "classify")
         assert tokenizer is not None
         is_single = isinstance(texts, (str, tuple))
-        listed: list[Any] = [texts] if is_single else list(texts)
+        listed = checked_texts_or_pairs([texts] if is_single else texts)
         limit = text_limit(model, tokenizer, Pooling())
-        is_pair = bool(listed) and not isinstance(listed[0], str)
-        encode = tokenizer.pairs if is_pair else tokenizer.tokens
-        rows = encode(listed, max_length=limit if truncate else None)
+        rows = _rows(tokenizer, listed, limit if truncate else None)
         check_lengths(rows, limit, "shorten it, or pass truncate=True")
         pooling = "lasttoken" if isinstance(model, LanguageModel) else model.head_pooling
         logits = pooled_rows(
@@ -106,3 +107,15 @@ def classify(
         best = np.argsort(-scores, kind="stable")[:top]
         found.append([LabelScore(names[int(i)], float(scores[i])) for i in best])
     return found[0] if is_single else found
+
+
+def _rows(
+    tokenizer: Tokenizer, listed: list[str | tuple[str, str]], max_length: int | None
+) -> list[Encoding]:
+    """The tokens of each text or pair."""
+    given = [item if isinstance(item, str) or item[1] else item[0] for item in listed]
+    texts = [item for item in given if isinstance(item, str)]
+    pairs = [item for item in given if not isinstance(item, str)]
+    of_texts = iter(tokenizer.tokens(texts, max_length=max_length))
+    of_pairs = iter(tokenizer.pairs(pairs, max_length=max_length))
+    return [next(of_texts if isinstance(item, str) else of_pairs) for item in given]

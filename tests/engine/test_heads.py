@@ -235,6 +235,54 @@ def test_options_of_classify(loaded):
         maxjax.classify(model, tokenizer, "a", function_to_apply="none")
 
 
+def test_an_empty_second_text_is_one_text_as_in_transformers(loaded):
+    folder, model, tokenizer = loaded(
+        "bert", "SequenceClassification", labels=("bad", "good", "fine")
+    )
+
+    def theirs():
+        run = pipeline("text-classification", folder, top_k=None)
+        found = run({"text": "The cat", "text_pair": ""})
+        return [[one["label"], one["score"]] for one in found]
+
+    found = maxjax.classify(model, tokenizer, ("The cat", ""))
+    expected = recorded(theirs)
+    assert [one.label for one in found] == [label for label, _ in expected]
+    np.testing.assert_allclose([one.score for one in found], [b for _, b in expected], 1e-4, 1e-5)
+    assert found == maxjax.classify(model, tokenizer, "The cat")
+
+
+def test_texts_and_pairs_in_one_list(loaded):
+    _, model, tokenizer = loaded("bert", "SequenceClassification", labels=("bad", "good"))
+    given = [("The cat", "sat"), "mat", ["is it?", "where"], ""]
+    found = maxjax.classify(model, tokenizer, given)
+    expected = [
+        maxjax.classify(model, tokenizer, one) for one in (given[0], "mat", tuple(given[2]), "")
+    ]
+    for row, wanted in zip(found, expected, strict=True):
+        assert [one.label for one in row] == [one.label for one in wanted]
+        np.testing.assert_allclose([a.score for a in row], [b.score for b in wanted], 1e-4)
+
+
+@pytest.mark.parametrize("texts, says", [
+    (None, r"texts must be a list of texts or of pairs of texts, .* not NoneType"),
+    (b"a", r"texts must be a list of texts or of pairs of texts, .* not bytes"),
+    (np.array("a"), r"texts must be a list of texts or of pairs of texts, .* not ndarray"),
+    ({"text": "Ada", "text_pair": "Bob"}, r"texts must be .* not dict: pass its text, or a tuple \(text, text_pair\)"),
+    ([None], r"texts\[0\] is a NoneType, not a text or a pair of texts"),
+    (["a", 3], r"texts\[1\] is a int, not a text or a pair of texts"),
+    (["a", b"ab"], r"texts\[1\] is a bytes, not a text or a pair of texts"),
+    ([("a", "b"), ["Bob"]], r"texts\[1\] has 1 items: it must be a text or a pair of texts"),
+    (("a", "b", "c"), r"texts\[0\] has 3 items: it must be a text or a pair of texts"),
+    (["a", {"text": "a", "text_pair": "b"}], r"texts\[1\] is a dict, .*a tuple \(text, text_pair\)"),
+    ([("a", None)], r"texts\[0\]\[1\] is a NoneType, not a str"),
+])  # fmt: skip
+def test_what_classify_refuses(loaded, texts, says):
+    _, model, tokenizer = loaded("bert", "SequenceClassification", labels=("bad", "good"))
+    with pytest.raises(TypeError, match=says):
+        maxjax.classify(model, tokenizer, texts)
+
+
 # --- answer ---------------------------------------------------------------------------------------
 
 
@@ -297,6 +345,26 @@ def test_a_model_with_another_head_is_refused(loaded, head, call):
             call(model, tokenizer)
     with pytest.raises(UserInputError, match=r"it is a decoder: use maxjax\.generate"):
         call(*maxjax.load("tiny"))
+
+
+@pytest.mark.parametrize("head, call", [
+    ("MaskedLM", lambda *given: maxjax.fill_mask(*given)),
+    ("TokenClassification", lambda *given: maxjax.tag(*given)),
+    ("TokenClassification", lambda *given: maxjax.embed(*given)),
+    ("QuestionAnswering", lambda model, tokenizer, texts: maxjax.answer(model, tokenizer, texts, texts)),
+])  # fmt: skip
+def test_what_is_neither_a_text_nor_a_list_of_texts_is_refused(loaded, head, call):
+    _, model, tokenizer = loaded("bert", head)
+    of = r"(texts|question)"
+    for given, says in [
+        ({"text": "Ada"}, rf"^{of} must be a list of str, not dict: pass its text"),
+        (["a", {"text": "Ada"}], rf"^{of}\[1\] is a dict, not a str: pass its text"),
+        (b"a", rf"^{of} must be a list of str, not bytes"),
+        (np.array("Ada"), rf"^{of} must be a list of str, not ndarray"),
+        (None, rf"^{of} must be a list of str, not NoneType"),
+    ]:
+        with pytest.raises(TypeError, match=says):
+            call(model, tokenizer, given)
 
 
 def test_results_are_in_order_and_single_for_one_text(loaded):

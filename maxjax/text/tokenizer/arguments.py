@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from ...errors import UserInputError
@@ -26,23 +27,68 @@ def check_is_tokenizer(tokenizer: Any, method: str = "tokens") -> None:
         )
 
 
-def checked_texts(texts: Iterable[str], which: str = "texts") -> list[str]:
-    """The texts as a list, after a check of each.
+def checked_texts(texts: Any, which: str = "texts") -> list[str]:
+    """Return the texts as a list, after a check of each.
 
     Raises:
-        TypeError: ``texts`` is a single text, or an item is not a str; the message names it.
+        TypeError: ``texts`` is a single text or a dict, or an item is not a str; the message names it.
         UserInputError: a text is not valid Unicode.
     """
-    if isinstance(texts, (str, bytes)):
-        raise TypeError(f"{which} must be a list of str: put a single text in brackets, [text]")
-    if not isinstance(texts, Iterable):
-        raise TypeError(f"{which} must be a list of str, not {type(texts).__name__}")
-    texts = list(texts)
-    for i, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"{which}[{i}] is a {type(text).__name__}, not a str")
-        check_unicode(text, f"{which}[{i}]")
-    return texts
+    listed = _items(texts, which, "a list of str")
+    return [_text(item, f"{which}[{i}]", "a str") for i, item in enumerate(listed)]
+
+
+def checked_pairs(pairs: Any, which: str = "pairs") -> list[tuple[str, str]]:
+    """Return the pairs of texts as a list of tuples, after a check of each. The errors are as in ``checked_texts``."""
+    listed = _items(pairs, which, "a list of pairs of texts, [(a, b), …]")
+    return [
+        _pair(item, f"{which}[{i}]", "a pair of texts, (a, b)") for i, item in enumerate(listed)
+    ]
+
+
+def checked_texts_or_pairs(texts: Any, which: str = "texts") -> list[str | tuple[str, str]]:
+    """Return texts and pairs of texts as a list, after a check of each. The errors are as in ``checked_texts``."""
+    listed = _items(texts, which, "a list of texts or of pairs of texts, [(a, b), …]")
+    wanted = "a text or a pair of texts, (a, b)"
+    return [
+        (_text if isinstance(item, str) else _pair)(item, f"{which}[{i}]", wanted)
+        for i, item in enumerate(listed)
+    ]
+
+
+def _items(given: Any, which: str, wanted: str) -> list[Any]:
+    """Return the items of what a caller gave; a dict or bytes have none that are texts."""
+    items = None
+    if not isinstance(given, (str, bytes, bytearray, Mapping)):
+        with suppress(TypeError):  # as of an array without dimensions
+            items = iter(given)
+    if items is None:
+        raise TypeError(f"{which} must be {wanted}, not {type(given).__name__}{_hint(given)}")
+    return list(items)
+
+
+def _hint(given: Any) -> str:
+    if isinstance(given, Mapping):
+        return ": pass its text, or a tuple (text, text_pair)"
+    return ": put a single text in brackets, [text]" if isinstance(given, str) else ""
+
+
+def _text(text: Any, which: str, wanted: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{which} is a {type(text).__name__}, not {wanted}{_hint(text)}")
+    check_unicode(text, which)
+    return text
+
+
+def _pair(pair: Any, which: str, wanted: str) -> tuple[str, str]:
+    if isinstance(pair, (tuple, list)) and len(pair) != 2:
+        raise TypeError(f"{which} has {len(pair)} items: it must be {wanted}")
+    try:
+        first, second = _items(pair, which, wanted)
+    except (TypeError, ValueError):
+        hint = _hint(pair) if isinstance(pair, Mapping) else ""
+        raise TypeError(f"{which} is a {type(pair).__name__}, not {wanted}{hint}") from None
+    return _text(first, f"{which}[0]", "a str"), _text(second, f"{which}[1]", "a str")
 
 
 def check_unicode(text: str, which: str) -> None:

@@ -35,7 +35,7 @@ from ...storage.save.beside import Files, files_of, settled
 from ..stream_decoders import cleaned, token_id
 from ..template.files import TEMPLATE_FILE, listed_templates, read_templates
 from .added import CONFIG, FLAGS, MAP, SPECIAL
-from .arguments import checked_texts
+from .arguments import checked_pairs, checked_texts, checked_texts_or_pairs
 from .files import FILE, backend_of, guarded, read_tokenizer_files
 from .limits import check_tokenizer
 
@@ -255,7 +255,7 @@ class Tokenizer:
         Raises:
             TypeError, UserInputError: as for :meth:`tokens`.
         """
-        return self._encoded(_checked_pairs(pairs), max_length, True, offsets)
+        return self._encoded(checked_pairs(pairs), max_length, True, offsets)
 
     def windows(
         self, texts: Iterable[Any], *, max_length: int, stride: int = 0
@@ -271,9 +271,9 @@ class Tokenizer:
             TypeError, UserInputError: as for :meth:`tokens`; or ``stride`` leaves no room for new tokens, or
                 the first text of a pair for the second.
         """
-        listed = texts if isinstance(texts, str) else list(texts)
-        is_pair = bool(listed) and not isinstance(listed[0], str)
-        checked: list[Any] = _checked_pairs(listed) if is_pair else checked_texts(listed)
+        checked: list[Any] = checked_texts_or_pairs(texts)
+        is_pair = any(not isinstance(item, str) for item in checked)
+        checked = checked_pairs(checked, "texts") if is_pair else checked
         room = max_length - self._backend.num_special_tokens_to_add(is_pair)
         if type(stride) is not int or not 0 <= stride < room:
             raise UserInputError(f"stride must be from 0 to {room - 1}, not {stride}")
@@ -405,16 +405,6 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, max_length={self.max_length})"
-
-
-def _checked_pairs(pairs: Iterable[Any]) -> list[tuple[str, str]]:
-    rows: Iterable[Any] = (() if isinstance(p, str) else p for p in pairs)  # "ab" is none
-    try:
-        listed = [(first, second) for first, second in rows]
-    except (TypeError, ValueError):
-        raise TypeError("pairs must be a list of pairs of texts: [(a, b), …]") from None
-    checked_texts([text for pair in listed for text in pair])
-    return listed
 
 
 def load_tokenizer(

@@ -123,8 +123,12 @@ def test_windows_without_room_are_refused(directory):
         tokenizer.windows(["a"], max_length=7, stride=5)
     with pytest.raises(UserInputError, match="pair 1 has 6 tokens; at most 4 leave room"):
         tokenizer.windows([("a", "b"), ("a b c d e f", "b")], max_length=10, stride=2)
-    with pytest.raises(TypeError, match="list of str"):
+    with pytest.raises(
+        TypeError, match=r"list of texts or of pairs .* put a single text in brackets"
+    ):
         tokenizer.windows("abc", max_length=10)
+    with pytest.raises(TypeError, match=r"texts\[1\] is a str, not a pair of texts"):
+        tokenizer.windows([("a", "b"), "ab"], max_length=10)
 
 
 @pytest.mark.parametrize("kind", ["minilm", "bytes gpt2", "bytes llama3", "pieces prefix"])

@@ -478,16 +478,36 @@ def test_a_file_that_may_not_be_read(directory, monkeypatch):
 # --- the texts ------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("one text", "texts5")
-@pytest.mark.parametrize("texts", ["one text", b"bytes", [b"bytes"], ["a", None], [3], [["a"]]])
-def test_what_is_not_a_list_of_str(tokenizer, texts):
-    with pytest.raises(TypeError, match="text"):
+@pytest.mark.parametrize("texts, says", [
+    ("one text", r"put a single text in brackets"),
+    (b"bytes", r"texts must be a list of str, not bytes"),
+    (None, r"texts must be a list of str, not NoneType"),
+    (np.array("one text"), r"texts must be a list of str, not ndarray"),
+    ({"text": "a"}, r"texts must be a list of str, not dict: pass its text, or a tuple"),
+    ([b"bytes"], r"texts\[0\] is a bytes, not a str"),
+    (["a", None], r"texts\[1\] is a NoneType, not a str"),
+    ([3], r"texts\[0\] is a int, not a str"),
+    ([["a"]], r"texts\[0\] is a list, not a str"),
+    (["a", {"text": "a"}], r"texts\[1\] is a dict, not a str: pass its text, or a tuple"),
+])  # fmt: skip
+def test_what_is_not_a_list_of_str(tokenizer, texts, says):
+    with pytest.raises(TypeError, match=says):
         tokenizer.tokens(texts)
 
 
-@pytest.mark.parametrize("pairs", ["ab", ["ab"], [("a", "b", "c")], [["a"]], [1], [None]])
-def test_what_is_not_a_list_of_pairs(tokenizer, pairs):
-    with pytest.raises(TypeError, match="pairs must be a list of pairs of texts"):
+@pytest.mark.parametrize("pairs, says", [
+    ("ab", r"pairs must be a list of pairs of texts, .* not str"),
+    (None, r"pairs must be a list of pairs of texts, .* not NoneType"),
+    ({"ab": "cd"}, r"pairs must be a list of pairs of texts, .* not dict"),
+    (["ab"], r"pairs\[0\] is a str, not a pair of texts"),
+    ([("a", "b", "c")], r"pairs\[0\] has 3 items: it must be a pair of texts"),
+    ([["a"]], r"pairs\[0\] has 1 items: it must be a pair of texts"),
+    ([("a", "b"), None], r"pairs\[1\] is a NoneType, not a pair of texts"),
+    ([("a", "b"), {"text": "a", "text_pair": "b"}], r"pairs\[1\] is a dict, not a pair .*\(text, text_pair\)"),
+    ([("a", "b"), ("a", None)], r"pairs\[1\]\[1\] is a NoneType, not a str"),
+])  # fmt: skip
+def test_what_is_not_a_list_of_pairs(tokenizer, pairs, says):
+    with pytest.raises(TypeError, match=says):
         tokenizer.pairs(pairs)
 
 
