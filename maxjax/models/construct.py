@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dtype import DType
-from ..errors import CheckpointMissingError, UserInputError
+from ..errors import CheckpointMissingError, UserInputError, some
 from ..graph.weights import FileWeights, GGUFWeights, WeightData
 from ..graph.weights.given import data_of
 from ..paths import local_path
@@ -19,9 +20,10 @@ from ..storage.open import orbax_checkpoint
 from ..storage.save.beside import Files
 from .bounds import check_bounds
 from .config import labels_of, read_config
-from .family import PretrainedModel, one_head, tensors
+from .family import Family, PretrainedModel, one_head, tensors
 from .find import find_family, text_of
-from .names import unwrapped
+from .names import matcher, unwrapped
+from .parts.encoder import Encoder
 from .parts.language_model import LanguageModel
 from .parts.score import has_score
 from .quantized import KEY as _QUANTIZATION
@@ -29,6 +31,8 @@ from .quantized import Quantization, check_has_settings, unquantised
 from .ties import is_tied, with_tie
 from .unloaded import Unloaded
 from .weights import main_dtype
+
+_LOG = logging.getLogger("maxjax")
 
 
 def build(
@@ -76,6 +80,7 @@ def build(
         named = unwrapped({n: data_of(n, v) for n, v in weights.items()})
     else:
         named = tensors(weights)
+    family = _held_family(family, named, None if given else weights._path)
     found = family.read(named)
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)
@@ -117,6 +122,26 @@ def build(
     if stacked and isinstance(model, LanguageModel):
         model.stack()
     return model
+
+
+def _held_family(family: Family, named: Mapping[str, Any], path: str | None) -> Family:
+    """The family, or that of the model without the head if the file has no tensors of any head.
+
+    Embedding models often name the class that they were trained from, and hold the body alone.
+    """
+    body, kind = family.names.body, getattr(family.make, "__self__", None)
+    if body is None or not body.head or not isinstance(kind, type) or not issubclass(kind, Encoder):
+        return family
+    names = map(family.names.model_name, named)
+    is_of_head = matcher(body.head).fullmatch
+    if any(name is not None and is_of_head(name) for name in names) or family.names.heads(named):
+        return family  # what is missing of the head is an error when the values are loaded
+    found = next(one for one in kind.__mro__ if issubclass(one, Encoder) and one.task is None)
+    _LOG.warning(
+        "%sthe file has no tensors of the head of %s (%s): opened as %s, without a head",
+        "" if path is None else f"{path}: ", kind.__name__, some(body.head), found.__name__,
+    )  # fmt: skip
+    return found.family
 
 
 def _main(found: Mapping[str, WeightData]) -> DType:

@@ -11,6 +11,8 @@ import safetensors.numpy
 import maxjax
 from maxjax.errors import CheckpointMismatchError, UserInputError
 from maxjax.models import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
     BertForQuestionAnswering,
@@ -18,10 +20,14 @@ from maxjax.models import (
     BertForTokenClassification,
     BertModel,
     DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    GteConfig,
+    GteForSequenceClassification,
     Llama,
     LlamaConfig,
     NomicBertConfig,
     NomicBertForMaskedLM,
+    NomicBertForSequenceClassification,
     all_families,
 )
 from maxjax.models.deberta_v2 import DebertaV3ForMaskedLM
@@ -402,7 +408,17 @@ def test_a_file_without_the_head_is_the_body(tmp_path, caplog):
         (tmp_path / "a" / "config.json").write_text(text)
         model, _ = maxjax.load(tmp_path / "a", tokenizer=False)
         assert (type(model), model.task) == (BertModel, None), task
-    assert "not loaded" not in caplog.text
+        head = {"fill-mask": "cls.predictions.*", "answer": "qa_outputs.*"}.get(
+            task, "classifier.*"
+        )
+        assert (
+            f"no tensors of the head of {kind.__name__} ({head}): opened as BertModel"
+            in caplog.text
+        )
+    caplog.clear()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(raw))
+    assert type(maxjax.load(tmp_path / "a", tokenizer=False)[0]) is BertModel
+    assert not caplog.records
     found = safetensors.numpy.load_file(tmp_path / "a" / WEIGHTS)
     found["qa_outputs.weight"] = np.ones((2, 32), np.float32)
     safetensors.numpy.save_file(found, tmp_path / "a" / WEIGHTS, {"format": "pt"})
@@ -412,6 +428,46 @@ def test_a_file_without_the_head_is_the_body(tmp_path, caplog):
     )
     with pytest.raises(CheckpointMismatchError, match="qa_outputs.bias"):
         maxjax.load(tmp_path / "a", tokenizer=False)
+
+
+def test_a_file_with_another_head_lacks_the_one_that_it_names(tmp_path):
+    maxjax.save_pretrained(made(BertForQuestionAnswering), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for task in ("fill-mask", "tag", "classify"):
+        text = json.dumps(raw | {"architectures": [KINDS[task].__name__]})
+        (tmp_path / "config.json").write_text(text)
+        missing = "cls.predictions.decoder.bias" if task == "fill-mask" else "classifier.bias"
+        with pytest.raises(CheckpointMismatchError, match=f"[Mm]issing.*{missing}"):
+            maxjax.load(tmp_path, tokenizer=False)
+
+
+POOLED = {
+    BertForSequenceClassification: CONFIG,
+    AlbertForSequenceClassification: AlbertConfig(
+        64, 32, 48, num_hidden_layers=1, num_attention_heads=2
+    ),
+    DebertaV2ForSequenceClassification: DebertaV2Config(
+        64, 32, 48, num_hidden_layers=1, num_attention_heads=2, pos_att_type=("c2p",)
+    ),
+    NomicBertForSequenceClassification: NomicBertConfig(
+        64, 32, 48, num_hidden_layers=1, num_attention_heads=2
+    ),
+    GteForSequenceClassification: GteConfig(
+        64, 32, 48, num_hidden_layers=1, num_attention_heads=2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", POOLED, ids=lambda kind: kind.__name__)
+def test_a_head_for_texts_without_its_pooler_is_rejected(tmp_path, kind):
+    maxjax.save_pretrained(made(kind, POOLED[kind], pooler=True), tmp_path)
+    found = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    rest = {name: one for name, one in found.items() if "pooler." not in name}
+    assert len(found) - len(rest) == 2
+    safetensors.numpy.save_file(rest, tmp_path / WEIGHTS, {"format": "pt"})
+    (tmp_path / "maxjax_digests.json").unlink()
+    with pytest.raises(CheckpointMismatchError, match=r"[Mm]issing.*pooler\.(dense\.)?weight"):
+        maxjax.load(tmp_path, tokenizer=False)
 
 
 def test_a_part_of_the_head_that_does_not_run_is_named_and_kept(tmp_path, caplog):

@@ -22,7 +22,6 @@ from ...nn.linear import Linear, linear_rules
 from ...nn.norm import LayerNorm
 from ..config import default_labels, label_names, labels_in, labels_of
 from ..family import PretrainedModel
-from ..names import matcher
 from .config import ArchitectureConfig
 from .rotary import Angles, Rope
 
@@ -169,9 +168,11 @@ class Encoder(PretrainedModel):
     Attributes:
         pooler: the layer of ``pooler_output``, or None.
         takes_types: whether the model was trained with token types for pairs of texts.
+        head_needs_pooler: whether the head computes from ``pooler_output``.
     """
 
     takes_types: ClassVar[bool] = True
+    head_needs_pooler: ClassVar[bool] = False
     pooler: Any = None
 
     def __init__(self, config: Any, dtypes: Dtypes):
@@ -183,15 +184,9 @@ class Encoder(PretrainedModel):
     def of_checkpoint(
         cls, config: Any, names: Collection[str], dtype: DType, reduce_dtype: DType
     ) -> Self:
-        """:meth:`PretrainedModel.of_checkpoint`, with a pooler if the checkpoint has its tensors.
-
-        A model of a checkpoint without any of the head's tensors is one of the class without the head.
-        """
-        body, kind = cls.family.names.body, cls
-        if body is not None and body.head and not any(map(matcher(body.head).fullmatch, names)):
-            kind = next(one for one in cls.__mro__ if issubclass(one, Encoder) and one.task is None)
-        make: Any = kind
-        has_pooler = any(name.startswith("pooler.") for name in names)
+        """:meth:`PretrainedModel.of_checkpoint`, with a pooler if the checkpoint has it or the head needs it."""
+        make: Any = cls
+        has_pooler = cls.head_needs_pooler or any(name.startswith("pooler.") for name in names)
         return make(config, dtype, reduce_dtype=reduce_dtype, pooler=has_pooler)
 
     @property

@@ -152,6 +152,7 @@ class TextClassifier:
 class PooledClassifier(TextClassifier):
     """Mixin of encoders whose head for texts is one linear layer, over the state after the pooler."""
 
+    head_needs_pooler: ClassVar[bool] = True
     pooler: Any
 
     def __init__(
