@@ -82,7 +82,8 @@ def packed_batches(lengths: Sequence[int], batch_size: int, limit: int) -> list[
         if fits := found >> n:
             free = n + (fits & -fits).bit_length() - 1
             row = space[free].pop()
-            found &= ~(not space[free] and 1 << free)
+            if not space[free]:
+                found &= ~(1 << free)
         else:
             length = min(max(_ROW, _power_of_two(n)), limit)
             row, free = [], length

@@ -339,7 +339,7 @@ class DeepseekV32Config(GLM4MoELiteConfig):
     """The settings of a DeepSeek V3.2: those of a DeepSeek V3, and of its indexer."""
 
     model_type = "deepseek_v32"
-    unused = ("rope_interleave",)  # RoPE is of neighbouring features whatever it says
+    unused = ("rope_interleave",)  # ignored: RoPE always rotates neighbouring features
     supported: ClassVar[Mapping[str, Any]] = DeepseekV3Config.supported
 
     max_position_embeddings: int = config_field(163_840, minimum=1)
@@ -375,6 +375,12 @@ class DeepseekV32Config(GLM4MoELiteConfig):
                 f"(supported: {INDEXED!r})"
             )
         return super().from_hf(raw.replaced({"rope_interleave": None}), **values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, of which ``rope_interleave`` is none."""
+        found = super().to_hf()
+        del found["rope_interleave"]
+        return found
 
     def _check(self) -> None:
         if self.index_head_dim < self.qk_rope_head_dim:

@@ -376,7 +376,7 @@ CASES = {
     "auto-round gptq": auto_round("auto_round:auto_gptq"),
     "auto-round gptqmodel": auto_round("auto_round:gptqmodel", 8, 64, symmetric=True),
     "auto-round awq": auto_round("auto_round:auto_awq"),
-    "mlx 4": mlx(),
+    "mlx 4": mlx(4, 32),
     "mlx 8": mlx(8, 32),
     "modelopt fp8": modelopt_fp8(),
     "modelopt nvfp4": MODELOPT_NVFP4,

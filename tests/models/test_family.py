@@ -266,7 +266,7 @@ def test_unknown_ones_are_named_in_a_short_message(config, named):
         ("Qwen4OmniMoeForConditionalGeneration", "'qwen3_moe' (Qwen3MoeForCausalLM)"),
         ("Qwen2ForTokenClassification", "'qwen2' (Qwen2ForCausalLM)"),
         ("Gemma4ForTokenClassification", "'gemma4_text' (Gemma4ForCausalLM)"),
-        ("DeepseekV32ForCausalLM", "'deepseek_v3' (DeepseekV3ForCausalLM)"),
+        ("DeepseekV4ForCausalLM", "'deepseek_v3' (DeepseekV3ForCausalLM)"),
         ("glm_moe_dsa", "'glm4_moe' (glm4_moe)"),
         ("GPTSw3ForCausalLM", "'gpt2' (GPT2LMHeadModel)"),
         ("LamaForCausalLM", "'llama' (LlamaForCausalLM)"),

@@ -4,6 +4,7 @@ The oracle is the same model with the dequantised weights, which ``tests/models/
 the formats' definitions.
 """
 
+import copy
 import json
 import re
 
@@ -305,10 +306,11 @@ def test_settings_of_single_layers_of_auto_round(tmp_path):
     )
     packed |= {f"{name}.{key}": value for key, value in found.items()}
     floats[f"{name}.weight"] = values.astype(np.float32)
-    config["quantization_config"]["extra_config"][name] = {"bits": 8, "group_size": 64}
+    config["quantization_config"] = settings = copy.deepcopy(config["quantization_config"])
+    settings["extra_config"][name] = {"bits": 8, "group_size": 64}
     directory, ids = write(tmp_path / "q", config, packed), ids_of(2, 6)
     near(call(loaded(directory), ids), call(loaded(write(tmp_path / "f", plain, floats)), ids))
-    config["quantization_config"]["extra_config"][name] = {"bits": 16}
+    settings["extra_config"][name] = {"bits": 16}
     with pytest.raises(UnsupportedModelError, match=f"'{name}', which has 16 bits"):
         loaded(write(tmp_path / "whole", config, packed))
 

@@ -730,13 +730,13 @@ def test_gguf_of_another_model_than_the_configuration_says(small, models, tmp_pa
 
 def test_a_gguf_file_of_an_unknown_architecture_has_no_names_for_hugging_face(tmp_path):
     path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "mamba")
+    writer = gguf.GGUFWriter(path, "rwkv7")
     writer.add_tensor("w", np.ones((2, 3), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises((UnsupportedModelError, CheckpointError), match="mamba"):
+    with pytest.raises((UnsupportedModelError, CheckpointError), match="rwkv7"):
         convert(path, tmp_path / "st")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
