@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, releasing
+from ..errors import UserInputError, releasing, some
 from ..lockstep import Lockstep
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
@@ -62,7 +62,8 @@ def tag(
             label "B-…" begins a new one. "first", "average" and "max" give all tokens of a word one label before
             that: that of its first token, the best of the mean of their probabilities, or that of the
             most certain token. A word is what the tokenizer's "##" connects, or else ends at a space.
-        ignore_labels: the labels whose spans are left out.
+        ignore_labels: the labels whose spans are left out, as they are in the result: "PER", or with
+            ``aggregation="none"`` "B-PER". The model may lack "O".
         stride: the number of tokens that two windows of a text share, if it is longer than the model's limit; of spans
             that overlap, the longer is returned. By default such a text is an error.
         batch_size: the maximum number of rows in one batch.
@@ -71,9 +72,11 @@ def tag(
         A list of :class:`Tag`, in the order of the text; for a list of texts, a list of these.
 
     Raises:
-        TypeError: a text is not a str; or an argument is unknown, and the message suggests the right name if it can.
+        TypeError: a text is not a str, or ``ignore_labels`` is not a collection of str; or an argument is unknown,
+            and the message suggests the right name if it can.
         UserInputError: the model has no such head or no weights; there is no tokenizer; a text is too long;
-            ``aggregation`` is not one of the above, or is "none" with ``stride``.
+            ``aggregation`` is not one of the above, or is "none" with ``stride``; the model has no label of
+            ``ignore_labels``.
         ProgramMismatchError: the model or a text is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
     """
@@ -88,6 +91,7 @@ def tag(
     with Lockstep("tag", shardings_of(model)) as together, releasing():
         check_head(model, tokenizer, "tag")
         assert tokenizer is not None
+        ignored = _checked_labels(ignore_labels, model.id2label, aggregation)
         listed, is_single = listed_texts(texts)
         limit = text_limit(model, tokenizer, Pooling())
         if stride is None:
@@ -109,9 +113,28 @@ def tag(
         for row in group:
             tokens = _tokens(tokenizer, text, row, softmax(next(scores)[0]))
             spans += _spans(tokens, text, labels, aggregation)
-        spans = [span for span in spans if span.label not in ignore_labels]
+        spans = [span for span in spans if span.label not in ignored]
         found.append(_without_overlaps(spans) if len(group) > 1 else spans)
     return found[0] if is_single else found
+
+
+def _checked_labels(given: Any, labels: dict[int, str], aggregation: str) -> frozenset[str]:
+    """Return ``ignore_labels`` as a set, after a check that the spans may have such labels."""
+    if isinstance(given, str) or not isinstance(given, Collection):
+        raise TypeError(
+            f"ignore_labels must be a list of labels, such as ['O'], not {type(given).__name__}"
+        )
+    known = {
+        label if aggregation == "none" else _without_prefix(label) for label in labels.values()
+    }
+    for label in given:
+        if not isinstance(label, str):
+            raise TypeError(f"ignore_labels has a {type(label).__name__}: each label must be a str")
+        if label not in known and label != "O":
+            raise UserInputError(
+                f"ignore_labels has {label[:60]!r}, which no span has (labels: {some(sorted(known), 20)})"
+            )
+    return frozenset(given)
 
 
 class _Labelled(NamedTuple):
@@ -186,9 +209,14 @@ def _grouped(spans: list[Tag], text: str) -> list[Tag]:
     for group in groups:
         start, end = group[0].start, group[-1].end
         score = sum(span.score for span in group) / len(group)
-        label = group[0].label.split("-", 1)[-1]
+        label = _without_prefix(group[0].label)
         found.append(Tag(label, score, text[start:end], start, end))
     return found
+
+
+def _without_prefix(label: str) -> str:
+    """The label of a span of several tokens, as the pipeline writes it."""
+    return label.split("-", 1)[-1]
 
 
 def _kind(span: Tag) -> str:

@@ -108,6 +108,27 @@ def test_labels_to_ignore(loaded):
     assert every[0].start == 0 and every[-1].end == len(TEXTS[0])
 
 
+def test_labels_to_ignore_are_checked(loaded):
+    _, model, tokenizer = loaded("bert", "TokenClassification", labels=LABELS)
+    for given, says in [
+        ("LOC", r"ignore_labels must be a list of labels, such as \['O'\], not str"),
+        (None, "ignore_labels must be a list of labels, .* not NoneType"),
+        ([3], "ignore_labels has a int: each label must be a str"),
+    ]:
+        with pytest.raises(TypeError, match=says):
+            maxjax.tag(model, tokenizer, "a", ignore_labels=given)
+    says = r"ignore_labels has 'B-PER', which no span has \(labels: LOC, MISC, O, PER\)"
+    with pytest.raises(UserInputError, match=says):
+        maxjax.tag(model, tokenizer, "a", ignore_labels=["B-PER"])
+    maxjax.tag(model, tokenizer, "a", ignore_labels={"B-PER"}, aggregation="none")
+    with pytest.raises(UserInputError, match=r"'PER', which no span has \(labels: B-LOC, .*\)"):
+        maxjax.tag(model, tokenizer, "a", ignore_labels=["PER"], aggregation="none")
+    _, model, tokenizer = loaded("bert", "TokenClassification", labels=("name", "other"))
+    assert maxjax.tag(model, tokenizer, "a", ignore_labels=["O"]) == maxjax.tag(
+        model, tokenizer, "a"
+    )
+
+
 def test_invalid_arguments_of_tag(loaded):
     _, model, tokenizer = loaded("bert", "TokenClassification", labels=LABELS)
     with pytest.raises(
