@@ -120,6 +120,10 @@ _HOMES = (
     ("maxjax.tag", _TAG), ("maxjax.classify", _CLASSIFY), ("maxjax.answer", _ANSWER), ("maxjax.lora.add", _LORA),
     ("maxjax.nn.Linear", _LAYERS), ("maxjax.models.LlamaConfig", _CONFIG),
 )  # fmt: skip
+# Calls that do different things with texts: one is no advice for another.
+_TEXT_CALLS = frozenset(
+    f"maxjax.{name}" for name in "embed rerank fill_mask tag classify answer".split()
+)
 # Methods of PyTorch's modules and of transformers' models → what to write instead, after "use" or as a sentence.
 _METHODS = {
     "half float16": 'load it in this dtype: maxjax.load(path, dtype="float16")',
@@ -183,19 +187,19 @@ def meant(name: str, names: Iterable[str], call: str = "") -> str:
     for keys in _SETTINGS:
         if name in keys and (own := next((key for key in keys if key in names), None)):
             return f": did you mean {own}=?"
-    known = [(home, table[name]) for home, table in _HOMES if name in table]
-    for _, own in known:
-        if own in names:
-            return f": did you mean {own}=?"
-    if known:
-        home, own = known[0]
-        return f": use {own}= of {home}"
+    for _, table in _HOMES:
+        if table.get(name) in names:
+            return f": did you mean {table[name]}=?"
+    homes = [one for one in _HOMES if not {call, one[0]} <= _TEXT_CALLS]
+    for home, table in homes:
+        if name in table:
+            return f": use {table[name]}= of {home}"
     if name in _INSTEAD:
         instead = _INSTEAD[name].removesuffix(f" of {call}")
         said = instead.removeprefix("nothing: ")
         return f": use {instead}" if said == instead else f": {said}"
     # An argument that another function of maxjax has.
-    own = {home: {*table.values()} for home, table in _HOMES}
+    own = {home: {*table.values()} for home, table in homes}
     if home := next((home for home in own if name in own[home]), None):
         return f": it is an argument of {home}"
     like = closest(name, names)

@@ -338,6 +338,16 @@ def test_invalid_arguments_of_answer(loaded):
         maxjax.answer(model, tokenizer, LONG[0], "the cat")
     with pytest.raises(UserInputError, match="max_length=71, and the model takes 70"):
         maxjax.answer(model, tokenizer, "a", "b", max_length=71)
+    with pytest.raises(UserInputError, match="max_length must be at least 4, not 3"):
+        maxjax.answer(model, tokenizer, "a", "b", max_length=3)
+    with pytest.raises(UserInputError, match="stride must be an int, not '8'"):
+        maxjax.answer(model, tokenizer, "a", "b", stride="8")
+    with pytest.raises(
+        UserInputError, match="stride must be from 0 to 16, not 17: max_length is 20"
+    ):
+        maxjax.answer(model, tokenizer, "a", "b", stride=17, max_length=20)
+    with pytest.raises(TypeError, match="argument 'top_k'; it takes max_answer_len, "):
+        maxjax.answer(model, tokenizer, "a", "b", top_k=2)
     with pytest.raises(TypeError, match="did you mean max_length="):
         maxjax.answer(model, tokenizer, "a", "b", max_seq_len=50)
 

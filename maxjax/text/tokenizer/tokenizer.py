@@ -275,8 +275,13 @@ class Tokenizer:
         is_pair = any(not isinstance(item, str) for item in checked)
         checked = checked_pairs(checked, "texts") if is_pair else checked
         room = max_length - self._backend.num_special_tokens_to_add(is_pair)
-        if type(stride) is not int or not 0 <= stride < room:
-            raise UserInputError(f"stride must be from 0 to {room - 1}, not {stride}")
+        if type(stride) is not int:
+            raise UserInputError(f"stride must be an int, not {stride!r:.60}")
+        self._check_length(max_length, is_pair)
+        if not 0 <= stride < room:
+            raise UserInputError(
+                f"stride must be from 0 to {room - 1}, not {stride}: max_length is {max_length}"
+            )
         if is_pair:
             for i, first in enumerate(self.tokens([a for a, _ in checked], special=False)):
                 if len(first.ids) + stride >= room:
@@ -311,10 +316,13 @@ class Tokenizer:
             return Encoding(found.ids, types)
         return Encoding(found.ids, types, found.offsets, found.sequence_ids, found.word_ids)
 
-    def _truncate_to(self, max_length: int, is_pair: bool, **options: Any) -> None:
+    def _check_length(self, max_length: int, is_pair: bool) -> None:
         least = self._backend.num_special_tokens_to_add(is_pair) + 1
         if max_length < least:
             raise UserInputError(f"max_length must be at least {least}, not {max_length}")
+
+    def _truncate_to(self, max_length: int, is_pair: bool, **options: Any) -> None:
+        self._check_length(max_length, is_pair)
         self._backend.enable_truncation(max_length, direction=self._truncated_side, **options)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
