@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from ..elsewhere import check_keywords
-from ..errors import CheckpointFormatError, UnsupportedModelError
+from ..errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
 from ..paths import local_path
 from ..storage.files import is_there
 from ..storage.strict_json import load_json
@@ -23,6 +23,9 @@ MAX_SIZE = 2**31 - 1
 
 # Maximum number of labels of a classification head.
 _MAX_LABELS = 1 << 20
+_NO_LABELS = "without 'id2label' and 'num_labels', config.json"
+# The weights of heads that have a row for each label, by the names of models.
+_LABEL_WEIGHTS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 
 
 def read_object(path: str | os.PathLike[str], option: str = "config_bytes") -> dict[str, Any]:
@@ -266,6 +269,47 @@ def labels_of(raw: Mapping[str, Any]) -> int:
         return len(listed)
     found = raw.get("num_labels")
     return found if type(found) is int and 0 < found <= _MAX_LABELS else 2
+
+
+def check_labels(
+    raw: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Raise an error unless a file's configuration has as many labels as its head.
+
+    Args:
+        raw: content of ``config.json``.
+        shapes: shapes of the checkpoint's tensors by the model's names.
+        path: path of the configuration, for messages.
+
+    Raises:
+        CheckpointFormatError: ``id2label`` is not an object.
+        CheckpointMismatchError: the numbers of labels differ.
+
+    Example:
+        >>> check_labels({"id2label": {"0": "bad", "1": "good"}}, {"score.weight": (3, 8)})
+        Traceback (most recent call last):
+        ...
+        maxjax.errors.CheckpointMismatchError: 'id2label' does not have the labels of 'score.weight' (expected 3
+        labels, found 2). Write all labels in 'id2label' of config.json.
+    """
+    listed = raw.get("id2label")
+    if listed is not None and not isinstance(listed, Mapping):
+        raise CheckpointFormatError(
+            "'id2label' has the wrong type", path=path, expected="an object of numbers and names",
+            found=short(listed), hint='Write it as {"0": "…", "1": "…"}.',
+        )  # fmt: skip
+    head = next((name for name in _LABEL_WEIGHTS if shapes.get(name)), None)
+    if head is None or (count := labels_of(raw)) == shapes[head][0]:
+        return
+    key = next((f"'{one}'" for one in ("id2label", "num_labels") if raw.get(one)), None)
+    raise CheckpointMismatchError(
+        f"{key or _NO_LABELS} does not have the labels of '{head}'",
+        path=path, expected=f"{shapes[head][0]} labels", found=count,
+        hint="Write all labels in 'id2label' of config.json.",
+    )  # fmt: skip
 
 
 def labels_in(raw: Mapping[str, Any]) -> tuple[str, ...]:

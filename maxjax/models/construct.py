@@ -19,11 +19,12 @@ from ..storage.limits import allowing
 from ..storage.open import orbax_checkpoint
 from ..storage.save.beside import Files
 from .bounds import check_bounds
-from .config import labels_of, read_config
+from .config import check_labels, labels_of, read_config
 from .family import Family, PretrainedModel, one_head, tensors
 from .find import find_family, text_of
 from .names import matcher, unwrapped
 from .parts.encoder import Encoder
+from .parts.heads import CLASSIFY, TAG
 from .parts.language_model import LanguageModel
 from .parts.score import has_score
 from .quantized import KEY as _QUANTIZATION
@@ -114,6 +115,8 @@ def build(
         model.make_score(labels_of(raw), main)
     elif isinstance(model, LanguageModel) and headless:
         model.lm_head = None
+    if model.task in (TAG, CLASSIFY):
+        check_labels(raw, shapes, path=path)
     model.hf_config = raw
     if isinstance(weights, FileWeights):
         model.unloaded = Unloaded.of(weights, whole, model)

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 import maxjax
-from maxjax.errors import CheckpointMismatchError, UserInputError
+from maxjax.errors import CheckpointFormatError, CheckpointMismatchError, UserInputError
 from maxjax.models import (
     AlbertConfig,
     AlbertForSequenceClassification,
@@ -28,6 +28,7 @@ from maxjax.models import (
     NomicBertConfig,
     NomicBertForMaskedLM,
     NomicBertForSequenceClassification,
+    RobertaConfig,
     all_families,
 )
 from maxjax.models.deberta_v2 import DebertaV3ForMaskedLM
@@ -311,6 +312,58 @@ def test_names_of_labels_in_files(listed, expected):
         "id2label": listed,
     }  # fmt: skip
     assert BertConfig.from_dict(raw).id2label == expected
+
+
+@pytest.mark.parametrize(
+    "labels, error, message",
+    [
+        (
+            {"id2label": {"0": "a", "1": "b"}},
+            CheckpointMismatchError,
+            "'id2label' does not have .*expected 3 labels, found 2",
+        ),
+        (
+            {"id2label": {str(i): "a" for i in range(4)}},
+            CheckpointMismatchError,
+            "'id2label' .*found 4",
+        ),
+        (
+            {"id2label": None, "num_labels": 4},
+            CheckpointMismatchError,
+            "'num_labels' does not have .*found 4",
+        ),
+        (
+            {"id2label": None},
+            CheckpointMismatchError,
+            "without 'id2label' and 'num_labels'.*found 2",
+        ),
+        (
+            {"id2label": ["a", "b", "c"]},
+            CheckpointFormatError,
+            "'id2label' has the wrong type .*found list",
+        ),
+        ({"id2label": None, "num_labels": 3}, None, ""),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", ["BertForTokenClassification", "RobertaForSequenceClassification", "Llama"]
+)
+def test_labels_that_the_head_does_not_have_are_rejected(tmp_path, kind, labels, error, message):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "Llama":
+        model = Llama(LlamaConfig(64, 32, 48, **sizes))
+        model.make_score(3, maxjax.DType.float32)
+    else:
+        config = BertConfig if "Bert" in kind else RobertaConfig
+        model = getattr(maxjax.models, kind)(config(64, 32, 48, **sizes, num_labels=3))
+    maxjax.save_pretrained(maxjax.init(model, jax.random.key(0)), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | labels))
+    if error is None:
+        assert len(maxjax.load(tmp_path, tokenizer=False)[0].id2label) == 3
+    else:
+        with pytest.raises(error, match=f"config.json: {message}"):
+            maxjax.load(tmp_path, tokenizer=False)
 
 
 # --- files ----------------------------------------------------------------------------------
