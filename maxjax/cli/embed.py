@@ -29,7 +29,7 @@ def model_argument(parser: argparse.ArgumentParser) -> None:
 def text_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     """Declares the texts of a command, which are lines of stdin by default; the help says ``what`` they are."""
     parser.add_argument(
-        "texts", nargs="*", metavar="TEXT", help=f"{what} (default: each line of stdin)"
+        "texts", nargs="*", default=[], metavar="TEXT", help=f"{what} (default: each line of stdin)"
     )
 
 

@@ -17,7 +17,11 @@ def rerank_arguments(parser: argparse.ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument("query", metavar="QUERY", help="what the documents should answer")
     parser.add_argument(
-        "documents", nargs="*", metavar="DOCUMENT", help="a document (default: each line of stdin)"
+        "documents",
+        nargs="*",
+        default=[],
+        metavar="DOCUMENT",
+        help="a document (default: each line of stdin)",
     )
     parser.add_argument(
         "--top", type=positive, metavar="N", help="print the N best documents (default: all)"

@@ -39,6 +39,9 @@ class Answer(NamedTuple):
     end: int
 
 
+_NO_ANSWER = Answer("", 0.0, 0, 0)
+
+
 def answer(
     model: Any,
     tokenizer: Tokenizer | None,
@@ -62,7 +65,8 @@ def answer(
         model: an encoder with a head for answers (``…ForQuestionAnswering``), as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer.
         question: a question, or a list of questions.
-        context: the text with the answer, or a list of as many texts as questions.
+        context: the text with the answer, or a list of as many texts as questions. A text without a token, such as
+            an empty one, has no answer: the result is "" from 0 to 0, of score 0 unless there may be none.
         max_answer_len: the largest number of tokens of an answer.
         handle_impossible_answer: whether the answer may be that there is none: the text "" from 0 to 0.
         max_length: the largest number of tokens of question and context together; a longer context is split into
@@ -75,8 +79,8 @@ def answer(
 
     Raises:
         TypeError: a text is not a str; or an argument is unknown, and the message suggests the right name if it can.
-        UserInputError: the model has no such head or no weights; there is no tokenizer; a question or a context is
-            empty, or a question is too long; ``max_length`` exceeds the model's limit.
+        UserInputError: the model has no such head or no weights; there is no tokenizer; a question is empty or
+            too long; ``max_length`` exceeds the model's limit.
         ProgramMismatchError: the model or a text is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
     """
@@ -121,7 +125,7 @@ def answer(
                 )
                 spans[known.text.lower()] = known._replace(score=known.score + score)
         listed = [*spans.values(), *[Answer("", none, 0, 0)] * handle_impossible_answer]
-        found.append(max(listed, key=lambda one: one.score))
+        found.append(max(listed, key=lambda one: one.score, default=_NO_ANSWER))
     return found[0] if is_single else found
 
 
@@ -132,9 +136,9 @@ def _pairs(question: Any, context: Any) -> list[tuple[str, str]]:
         raise UserInputError(
             f"expected as many contexts as questions, got {len(questions)} questions and {len(contexts)} contexts"
         )
-    for name, listed in (("question", questions), ("context", contexts)):
-        if "" in listed:
-            raise UserInputError(f"{name} is empty")
+    if "" in questions:
+        where = "" if isinstance(question, str) else f"[{questions.index('')}]"
+        raise UserInputError(f"question{where} is empty")
     return list(zip(questions, contexts, strict=True))
 
 

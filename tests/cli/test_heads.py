@@ -54,6 +54,22 @@ def test_classify(model):
     assert len(best["labels"]) == 1
 
 
+def test_blank_lines_have_no_answer(model):
+    folder = model("QuestionAnswering")
+    found = lines(
+        "answer", "--model", folder, "where is it?", stdin="The cat sat.\n\nOn the mat.\n"
+    )
+    assert [row["text"] for row in found] == ["The cat sat.", "", "On the mat."]
+    assert found[1]["answer"] == {"text": "", "score": 0.0, "start": 0, "end": 0}
+    assert found[0]["answer"]["text"] and found[2]["answer"]["text"]
+
+
+@pytest.mark.parametrize("command, missing", [("answer", "QUESTION"), ("rerank", "QUERY")])
+def test_what_stdin_may_give_is_not_required(model, command, missing):
+    message = fails(command, "--model", model("QuestionAnswering"), code=2)
+    assert message.endswith(f"required: {missing}\n")
+
+
 def test_answer(model):
     folder = model("QuestionAnswering")
     (found,) = lines("answer", "--model", folder, "where is it?", "The cat sat on the mat.")

@@ -325,6 +325,20 @@ def test_answers_are_those_of_transformers_4(loaded, kind, is_impossible):
         assert one.score == pytest.approx(score, 1e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_context_without_tokens_has_no_answer(loaded, kind):
+    _, model, tokenizer = loaded(kind, "QuestionAnswering")
+    expected = maxjax.answer(model, tokenizer, "is it?", "the cat")
+    none = Answer("", 0.0, 0, 0)
+    found = maxjax.answer(model, tokenizer, ["is it?"] * 2, ["", "the cat"])
+    assert found[0] == none and found[1][:1] + found[1][2:] == expected[:1] + expected[2:]
+    assert maxjax.answer(model, tokenizer, "is it?", "") == none
+    may = maxjax.answer(model, tokenizer, "is it?", "", handle_impossible_answer=True)
+    assert may == Answer("", pytest.approx(1), 0, 0)
+    if kind in ("bert", "distilbert"):  # elsewhere spaces are tokens
+        assert maxjax.answer(model, tokenizer, "is it?", "  ") == none
+
+
 def test_invalid_arguments_of_answer(loaded):
     _, model, tokenizer = loaded("bert", "QuestionAnswering")
     one = maxjax.answer(model, tokenizer, "is it?", "the cat")
@@ -332,8 +346,10 @@ def test_invalid_arguments_of_answer(loaded):
     assert maxjax.answer(model, tokenizer, ["is it?"], ["the cat"]) == [one]
     with pytest.raises(UserInputError, match="got 2 questions and 1 contexts"):
         maxjax.answer(model, tokenizer, ["a", "b"], ["c"])
-    with pytest.raises(UserInputError, match="context is empty"):
-        maxjax.answer(model, tokenizer, "a", "")
+    with pytest.raises(UserInputError, match="^question is empty"):
+        maxjax.answer(model, tokenizer, "", "a")
+    with pytest.raises(UserInputError, match=r"^question\[1\] is empty"):
+        maxjax.answer(model, tokenizer, ["a", ""], ["b", "c"])
     with pytest.raises(UserInputError, match="pair 0 has"):
         maxjax.answer(model, tokenizer, LONG[0], "the cat")
     with pytest.raises(UserInputError, match="max_length=71, and the model takes 70"):
