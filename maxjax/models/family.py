@@ -179,6 +179,20 @@ def one_head(found: Mapping[str, Any], tied: tuple[str, str]) -> dict[str, Any]:
     return rest
 
 
+def _head_advice(family: Family, heads: Collection[str]) -> str:
+    """What to write in a ``config.json`` without ``architectures`` to load heads with tensors of these names."""
+    from .registry import of_model_type
+
+    found = []
+    for one in of_model_type(family.model_type):
+        body = one.names.body
+        names = map(one.names.model_name, heads)
+        if body is not None and any(name and matcher(body.head).fullmatch(name) for name in names):
+            found.append(f'"architectures": ["{one.architectures[0]}"]')
+    found = list(dict.fromkeys(found))
+    return f". To load it, write {' or '.join(found)} in config.json" if found else ""
+
+
 class PretrainedModel(Module):
     """Base class of complete models, which load the checkpoints of their family unchanged."""
 
@@ -261,8 +275,10 @@ class PretrainedModel(Module):
             else unwrapped({**state_dict})
         )
         if path is not None and (heads := self.family.names.heads(found)):
-            what = "%s: not loaded, as maxjax's %s has no such head: %s"
-            _LOG.warning(what, path, type(self).__name__, some(heads, 3))
+            what = "%s: not loaded, as maxjax's %s has no such head: %s%s"
+            unnamed = not (self.hf_config or {}).get("architectures")
+            advice = _head_advice(self.family, heads) if unnamed else ""
+            _LOG.warning(what, path, type(self).__name__, some(heads, 3), advice)
         try:
             found = self._tied(self.family.read(found), tie)
             unused = matcher(self.unused_tensors)

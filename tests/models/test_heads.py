@@ -523,6 +523,20 @@ def test_a_head_for_texts_without_its_pooler_is_rejected(tmp_path, kind):
         maxjax.load(tmp_path, tokenizer=False)
 
 
+def test_a_head_that_the_config_does_not_name_is_loaded_as_the_warning_says(tmp_path, caplog):
+    maxjax.save_pretrained(made(BertForQuestionAnswering), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    named = raw.pop("architectures")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert type(maxjax.load(tmp_path, tokenizer=False)[0]) is BertModel
+    said = 'To load it, write "architectures": ["BertForQuestionAnswering"] in config.json'
+    assert named == ["BertForQuestionAnswering"] and caplog.text.count(said) == 1
+    caplog.clear()
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": ["BertModel"]}))
+    assert type(maxjax.load(tmp_path, tokenizer=False)[0]) is BertModel
+    assert "no such head: qa_outputs" in caplog.text and "To load it" not in caplog.text
+
+
 def test_a_part_of_the_head_that_does_not_run_is_named_and_kept(tmp_path, caplog):
     model = made()
     maxjax.save_pretrained(model, tmp_path / "a")
