@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
 from ..checkpoint.file_set import json_bytes, write_with
 from ..checkpoint.pretrained import METADATA
 from ..dtype import DType
@@ -23,7 +25,9 @@ from ..graph.weights.writing import outgoing_data, weight_data
 from ..lockstep import Lockstep
 from ..models.weights import model_facts, shardings_of
 from ..nn.layer import Module
+from ..nn.layer.stack.rearranged import unstack_unequal
 from ..nn.layer.walk import check_module
+from ..nn.low_rank import note_trained
 from ..storage.hub import checkpoint_path
 from ..storage.save.beside import settled
 from ..storage.save.durable import target_path
@@ -34,14 +38,14 @@ from .peft import (
     OLD_WEIGHTS,
     WEIGHTS,
     base_tensors,
-    biases,
     by_layer,
     config_of,
-    head_weights,
     is_tied,
     read_settings,
+    replaced_weights,
     tensor,
     tensor_names,
+    trained_parts,
     trained_tensors,
 )
 
@@ -51,10 +55,12 @@ M = TypeVar("M", bound=Module)
 def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None) -> Path:
     """Writes a model's LoRA weights as a directory that PEFT and :func:`load` open.
 
-    The base weights are not written, except biases that are trained (``bias`` of :func:`maxjax.lora.add`) and the
-    ``score`` layer of a decoder with a classification head, without which PEFT does not open the files. If the
-    directory already holds an adapter, that one stays valid until the new one is complete. If several processes
-    share the model's mesh, all of them must make the call.
+    Base weights are written only if they are trained: biases (``bias`` of :func:`maxjax.lora.add`), the modules that
+    :func:`load` replaced, and those with a weight that :func:`maxjax.partition` put among the trained ones; and the
+    head of a model for texts, tokens or answers, without which PEFT does not open the files.
+
+    If the directory already holds an adapter, that one stays valid until the new one is complete. If several
+    processes share the model's mesh, all of them must make the call.
 
     Args:
         path: path of the directory, made if it does not exist.
@@ -66,7 +72,8 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
         The path of the directory.
 
     Raises:
-        UserInputError: the model has no LoRA weights, or is itself a single linear layer.
+        UserInputError: the model has no LoRA weights, is itself a single linear layer, or has trained weights that
+            PEFT's files cannot hold, such as those of layers with LoRA weights; the message names one.
         ValueError: a weight has no value.
         CheckpointSaveError, CheckpointAccessError, CheckpointBusyError: the files cannot be written; earlier ones stay.
 
@@ -96,10 +103,11 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
             for name in one.names
             for part in one.parts.values()
         }
-        theirs |= biases(model, found) | head_weights(model, found)
+        trained = trained_parts(model, found)
+        theirs |= trained.tensors
         data = {their: weight_data(own, weights[own], gathering) for own, their in theirs.items()}
         tensors = [outgoing_data(one, name) for name, one in data.items()]
-        config = json_bytes(config_of(model, found, names, base))
+        config = json_bytes(config_of(model, found, names, trained, base))
         if together.is_shared:
             together.agree(config=config, tensors=sorted(data), **model_facts(model))
         if together.is_leader:
@@ -176,6 +184,9 @@ def _load(model: M, directory: Path, kind: DType | None) -> M:
             hint = "Pass dtype=: the dtype of the adapter."
             raise CheckpointMismatchError("tensors of several dtypes", path=file, hint=hint)
         new = attached(model, adapters, kind or dtypes.pop())
+        replaced = replaced_weights(trained, settings)
+        new = jax.tree.map(lambda leaf: leaf, unstack_unequal(new, dict.fromkeys(replaced, True)))
+        note_trained(new, replaced)
         new_layers = [(name, one) for one in adapted(new) for name in one.names]
         without = set(adapters) - {name for name, _ in new_layers}
         if without:

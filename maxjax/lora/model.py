@@ -23,7 +23,7 @@ from ..nn.init import init
 from ..nn.layer import Module
 from ..nn.layer.stack.rearranged import add_weight, remove_weight, set_static, unstack_unequal
 from ..nn.layer.walk import Walk, check_module
-from ..nn.low_rank import Adapter
+from ..nn.low_rank import Adapter, forget_trained
 from .targets import TargetLayer, chosen, targets
 
 M = TypeVar("M", bound=Module)
@@ -198,7 +198,7 @@ def _set_magnitudes(new: Module, model: Module) -> None:
 def remove(model: M) -> M:
     """Returns a new model without the LoRA weights; the base weights do not change.
 
-    Trained biases (``bias`` of :func:`add`) keep their values.
+    Trained biases (``bias`` of :func:`add`) and other trained weights keep their values.
 
     Raises:
         UserInputError: the model has no LoRA weights.
@@ -217,6 +217,7 @@ def remove(model: M) -> M:
         for attr in one.parts:
             remove_weight(new, one.layer, attr)
         set_static(one.layer, "lora", None)
+    forget_trained(new)
     return new
 
 

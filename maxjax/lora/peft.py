@@ -15,6 +15,7 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
     UnsupportedModelError,
+    UserInputError,
     some,
 )
 from ..models.family import PretrainedModel
@@ -25,7 +26,7 @@ from ..models.parts.language_model import LanguageModel
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.layer.walk import Walk
-from ..nn.low_rank import Adapter
+from ..nn.low_rank import Adapter, trained_names
 from ..nn.transposed_linear import TransposedLinear
 from ..patterns import NameTable
 from .model import BIASES
@@ -249,6 +250,11 @@ def _is_within(tensor: str, modules: tuple[str, ...]) -> bool:
     return any(".".join(parts[:end]).endswith(modules) for end in range(1, len(parts)))
 
 
+def replaced_weights(trained: Mapping[str, str], settings: AdapterSettings) -> set[str]:
+    """The names of the weights of :func:`trained_tensors` that are in modules of ``modules_to_save``."""
+    return {own for tensor, own in trained.items() if _is_within(tensor, settings.trained)}
+
+
 def is_tied(model: Module) -> bool:
     """Whether the head of a model and its embedding table are one weight."""
     config = getattr(model, "config", None)
@@ -271,7 +277,12 @@ def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]
 
 
 def _their_name(model: Module, name: str) -> str:
-    """The name in transformers' model of the layer that has this name in ours.
+    """The name in transformers' model of the layer that has this name in ours."""
+    return _their_weight(model, f"{name}.weight").removesuffix(".weight")
+
+
+def _their_weight(model: Module, name: str) -> str:
+    """The name in transformers' model of the weight that has this name in ours.
 
     The body of an encoder with a head has a prefix there; a decoder without its head lacks one.
     """
@@ -279,7 +290,7 @@ def _their_name(model: Module, name: str) -> str:
         return name
     names = model.family.names
     if names.body is not None:
-        return names.body.file_names(f"{name}.weight")[0].removesuffix(".weight")
+        return names.body.file_names(name)[0]
     headless = getattr(model, "lm_head", model) is None and model.task is None
     return name.removeprefix(names.headless_prefix) if headless else name
 
@@ -294,9 +305,8 @@ def tensor(name: str, part: str) -> str:
     return f"{_FRONT}{name}.{part}"
 
 
-def biases(model: Module, chosen: Sequence[TargetLayer]) -> dict[str, str]:
-    """PEFT's names of the biases that are trained together with the chosen layers, keyed by the model's names."""
-    kind = bias_of(chosen)
+def _biases(model: Module, chosen: Sequence[TargetLayer], kind: str) -> dict[str, str]:
+    """PEFT's names of the biases that its setting ``bias`` takes for trained, keyed by the model's names."""
     if kind == "none":
         return {}
     adapted = {f"{name}.bias" for one in chosen for name in one.names}
@@ -311,27 +321,71 @@ def biases(model: Module, chosen: Sequence[TargetLayer]) -> dict[str, str]:
     }
 
 
-def head_weights(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
-    """PEFT's names of the weights of a head for texts, tokens or answers, keyed by the model's names.
+class Trained(NamedTuple):
+    """What is trained besides the LoRA weights, as PEFT's files say it.
 
-    PEFT takes this head for trained in every adapter of its task, and opens none without it. There are none if the
-    head has LoRA weights.
+    Attributes:
+        task: PEFT's ``task_type`` of the model's head, if PEFT takes that for trained; None if not.
+        modules: ``modules_to_save``.
+        bias: the setting ``bias``.
+        tensors: PEFT's names of the weights, keyed by the model's names.
     """
-    head = _head(model)
-    adapted = any(_is_part(name, head) for one in chosen for name in one.names)
-    if adapted or head is None:
-        return {}
-    return {n: f"{_FRONT}{n}" for n in model.raw_state_dict() if _is_part(n, head)}
+
+    task: str | None
+    modules: list[str]
+    bias: str
+    tensors: dict[str, str]
 
 
-def _head(model: Module) -> str | None:
-    """The name of the module that PEFT takes for the model's head; None if it has no such task or module."""
-    _, names = _TASKS.get(getattr(model, "task", None) or "", ("", ()))
-    return next((name for name in names if getattr(model, name, None) is not None), None)
+def trained_parts(model: Module, chosen: Sequence[TargetLayer]) -> Trained:
+    """What is trained besides the LoRA weights in the chosen layers, and what PEFT takes for trained with it.
+
+    PEFT takes every module for trained whose name ends like one of ``modules_to_save``, and in an adapter for texts,
+    tokens or answers also those whose name ends like the head's. It opens no file without one of their weights.
+
+    Raises:
+        UserInputError: a trained weight cannot be written so that :func:`maxjax.lora.load` and PEFT replace it.
+    """
+    layers = {name for one in chosen for name in one.names}
+    updates = {f"{n}.{part}" for one in chosen for n in one.names for part in one.parts.values()}
+    theirs = {n: _their_weight(model, n) for n in model.raw_state_dict() if n not in updates}
+    task, ends = _TASKS.get(getattr(model, "task", None) or "", (None, ()))
+    modules = [name for name in ends if getattr(model, name, None) is not None][:1]
+    holds = lambda endings: [n for n, their in theirs.items() if _is_within(their, endings)]
+    if not modules or any(_parent(name) in layers for name in holds(ends)):
+        task, ends, modules = None, (), []  # without its task, PEFT leaves the head as it is
+    names = [name for name in trained_names(model) if name in theirs]
+    for name in names:
+        if not name.endswith(".bias") and not _is_within(theirs[name], (*ends, *modules)):
+            modules.append(_parent(theirs[name]))
+            if not modules[-1]:
+                raise _cannot_hold(name, "it is in no module inside of the model")
+    tensors = {name: tensor(*theirs[name].rsplit(".", 1)) for name in holds((*ends, *modules))}
+    left = {name for name in names if name not in tensors}
+    kinds = BIASES[BIASES.index(bias_of(chosen)) :]
+    bias = next((one for one in kinds if left <= _biases(model, chosen, one).keys()), kinds[-1])
+    both = next((name for name in tensors if _parent(name) in layers), None)
+    if both is not None:
+        raise _cannot_hold(both, "its layer has LoRA weights too")
+    tensors = _biases(model, chosen, bias) | tensors
+    read = base_tensors(model, tensors.values())
+    for name in (*names, *tensors):
+        if read.get(tensors.get(name, "")) != name:
+            raise _cannot_hold(name, "they have no name for it")
+    if is_tied(model) and isinstance(model, PretrainedModel) and model.family.tied[1] in tensors:
+        raise _cannot_hold(model.family.tied[1], "the head and the embedding table are one weight")
+    return Trained(task, modules, bias, tensors)
 
 
-def _is_part(name: str, module: str | None) -> bool:
-    return module is not None and f"{name}.".startswith(f"{module}.")
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _cannot_hold(name: str, reason: str) -> UserInputError:
+    return UserInputError(
+        f"PEFT's files cannot hold the trained weight '{name}': {reason}. Save the whole model: "
+        "maxjax.save_pretrained(maxjax.lora.merge(model), path)"
+    )
 
 
 def bias_of(chosen: Iterable[TargetLayer]) -> str:
@@ -340,12 +394,17 @@ def bias_of(chosen: Iterable[TargetLayer]) -> str:
 
 
 def config_of(
-    model: Module, chosen: list[TargetLayer], names: Mapping[str, str], base: str | None
+    model: Module,
+    chosen: list[TargetLayer],
+    names: Mapping[str, str],
+    trained: Trained,
+    base: str | None,
 ) -> dict[str, Any]:
     """The content of ``adapter_config.json`` for a model with LoRA weights in the chosen layers.
 
     Args:
         names: the layers' names in files, keyed by the model's names.
+        trained: what is trained besides the LoRA weights.
         base: name or path of the base model.
     """
     adapters = {names[name]: one.layer.lora for one in chosen for name in one.names}
@@ -354,12 +413,10 @@ def config_of(
     alpha = Counter(a.alpha for a in adapters.values()).most_common(1)[0][0]
     number = lambda value: int(value) if float(value).is_integer() else value
     config = getattr(model, "hf_config", None) or {}
-    task, head = None, _head(model) if head_weights(model, chosen) else None
-    if head is not None:
-        task, _ = _TASKS[model.task]  # type: ignore[attr-defined]
-    elif isinstance(model, LanguageModel) and model.lm_head is not None:
+    task = trained.task
+    if task is None and isinstance(model, LanguageModel) and model.lm_head is not None:
         task = "CAUSAL_LM"
-    elif isinstance(model, PretrainedModel) and model.task is None:
+    elif task is None and isinstance(model, PretrainedModel) and model.task is None:
         task = "FEATURE_EXTRACTION"
     return {
         "peft_type": "LORA",
@@ -376,10 +433,10 @@ def config_of(
         },
         "use_rslora": any(a.rslora for a in adapters.values()),
         "use_dora": any(a.dora for a in adapters.values()),
-        "bias": bias_of(chosen),
+        "bias": trained.bias,
         "fan_in_fan_out": bool(linear) and all(isinstance(one, TransposedLinear) for one in linear),
         "init_lora_weights": True,
-        "modules_to_save": None if head is None else [head],
+        "modules_to_save": trained.modules or None,
     }
 
 

@@ -25,6 +25,7 @@ from ..graph.weight.weight import Weight
 from ..progress import compiling
 from .layer.module import Module
 from .layer.walk import Walk, check_module
+from .low_rank import note_trained
 from .random_key import checked_key
 
 Initializer = Callable[..., jax.Array]
@@ -330,7 +331,9 @@ def partition(
 
     Returns:
         Two Modules of the same class, each with None where the other has the value;
-        ``merge`` combines them. No array is copied.
+        ``merge`` combines them. No array is copied. If the model has LoRA weights, they and what
+        ``merge`` makes of them record which other weights are trained, so that
+        ``maxjax.lora.save`` writes these too.
 
     Raises:
         UserInputError: ``model`` is no Module; a pattern names no weight, or takes some of the layers of a
@@ -365,6 +368,12 @@ def partition(
         flags = labels(dict.fromkeys(patterns, True), default=False)(model)
     trained = jax.tree.map(lambda flag, v: v if flag else None, flags, model)
     rest = jax.tree.map(lambda flag, v: None if flag else v, flags, model)
+    chosen = jax.tree.leaves(flags, is_leaf=lambda flag: flag is None)
+    names = {
+        name for flag, of in zip(chosen, _names(model).values(), strict=True) if flag for name in of
+    }
+    for half in (trained, rest):
+        note_trained(half, names)
     return trained, rest
 
 

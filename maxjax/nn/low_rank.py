@@ -13,7 +13,7 @@ of rsLoRA is D. Kalajdzievski's, arXiv:2312.03732; DoRA is S. Liu et al.'s, arXi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ from ..graph.value import unwrap
 from ..graph.weight.weight import Weight
 from ..kernels import matmul
 from .layer import Module
+from .layer.stack.rearranged import set_static
+from .layer.walk import Walk
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,54 @@ class Adapter:
     def scale(self) -> float:
         """The factor by which the update is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def note_trained(model: Module, names: Collection[str]) -> None:
+    """Records in a model with LoRA weights which of its other weights are trained too, in place.
+
+    ``maxjax.lora.save`` writes these. Weights that were recorded before stay so; without LoRA weights nothing is
+    recorded. In a LayerStack the names must be those of all its layers.
+
+    Args:
+        names: full names of the weights; those of LoRA weights are ignored.
+    """
+    walk = Walk(model, stacked=True)
+    if not any(isinstance(one, LowRank) and one.lora is not None for one in walk.modules):
+        return
+    names = frozenset(names)
+    for module, prefix in zip(walk.modules, walk.prefixes, strict=True):
+        updates = module.update_names if isinstance(module, LowRank) else {}
+        found = {
+            local
+            for attr, local in module._mx_locals.items()
+            if attr not in updates
+            and not names.isdisjoint(_full_names(walk, module, prefix, local))
+        }
+        if not found.issubset(module._mx_trained):
+            set_static(module, "_mx_trained", tuple(sorted(found.union(module._mx_trained))))
+
+
+def trained_names(model: Module) -> list[str]:
+    """The full names of the weights that :func:`note_trained` recorded."""
+    walk = Walk(model, stacked=True)
+    return [
+        name
+        for module, prefix in zip(walk.modules, walk.prefixes, strict=True)
+        for local in module._mx_trained
+        if local in module._mx_weights
+        for name in _full_names(walk, module, prefix, local)
+    ]
+
+
+def forget_trained(model: Module) -> None:
+    """Removes what :func:`note_trained` recorded, in place."""
+    for module in Walk(model, stacked=True).modules:
+        if module._mx_trained:
+            set_static(module, "_mx_trained", None)
+
+
+def _full_names(walk: Walk, module: Module, prefix: str, local: str) -> list[str]:
+    return walk.holder(module._mx_weights[local]).stored.names(prefix + local)
 
 
 class LowRank(Module):

@@ -440,6 +440,32 @@ def test_trained_biases_are_saved_and_loaded(bias, saved, tmp_path):
     assert not np.any(base[0].bias.value)
 
 
+def test_what_partition_trains_is_saved_after_a_step_and_in_a_wrapper(model, tmp_path):
+    """A compiled step keeps the record, whether it has seen the model without one or not."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.inner = model
+
+    tuned = lora.add(model, "layers.*.q_proj", rank=2, key=jax.random.key(1))
+    step = jax.jit(lambda trained: jax.tree.map(lambda x: x + 1, trained))
+    for patterns in (["*.lora_*"], ["*.lora_*", "*.norm.weight", "*.input_layernorm.weight"]):
+        trained, rest = maxjax.partition(Wrapper(tuned), patterns)
+        found = maxjax.merge(step(trained), rest).inner
+        lora.save(tmp_path, found)
+        values = lora.load(model, tmp_path).raw_state_dict()
+        for name, weight in found.raw_state_dict().items():
+            np.testing.assert_array_equal(values[name].value, weight.value, err_msg=name)
+    # A later training of the LoRA weights alone does not lose the norms.
+    found = maxjax.merge(*maxjax.partition(found, "*.lora_*"))
+    names = load_file(lora.save(tmp_path, found) / "adapter_model.safetensors")
+    assert "base_model.model.model.norm.weight" in names
+    assert "base_model.model.model.layers.2.input_layernorm.weight" in names
+    # Without LoRA weights nothing is recorded.
+    assert jax.tree.structure(maxjax.merge(*maxjax.partition(model))) == jax.tree.structure(model)
+
+
 def test_over_the_tensors_of_a_quantised_format():
     """Of GPTQ, FP8 and others: the layer keeps its tensors, and the update is beside them."""
     tensors = (

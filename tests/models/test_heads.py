@@ -21,6 +21,9 @@ from maxjax.models import (
     BertModel,
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForQuestionAnswering,
+    DistilBertForSequenceClassification,
     GteConfig,
     GteForSequenceClassification,
     Llama,
@@ -676,23 +679,95 @@ def test_adapters_have_the_names_and_the_head_of_peft(tmp_path, task):
         )
 
 
+def trained(model, patterns):
+    """The model with other values in its LoRA weights and in those whose names match the patterns."""
+    trained, rest = maxjax.partition(model, ["*.lora_*", *patterns])
+    return maxjax.merge(jax.tree.map(lambda x: x + 0.01, trained), rest)
+
+
+DISTILBERT = DistilBertConfig(64, 32, 48, n_layers=2, n_heads=2)
+# Model, the layers with LoRA weights, other weights that are trained, and modules_to_save.
+TRAINED = {
+    "nothing else": (BertForSequenceClassification, CONFIG, "query", [], ["classifier"]),
+    "pooler": (BertForSequenceClassification, CONFIG, "query", ["pooler.*"], ["classifier", "bert.pooler.dense"]),
+    "a name within another": (DistilBertForSequenceClassification, DISTILBERT, "q_lin", [], ["classifier"]),
+    "both": (DistilBertForSequenceClassification, DISTILBERT, "q_lin", ["*classifier.*"], ["classifier"]),
+    "table": (BertForTokenClassification, CONFIG, "query", ["*.position_embeddings.weight"],
+              ["classifier", "bert.embeddings.position_embeddings"]),
+    "norms": (DistilBertForQuestionAnswering, DISTILBERT, "q_lin", ["*layer.*.sa_layer_norm.*"],
+              ["qa_outputs", *(f"distilbert.transformer.layer.{i}.sa_layer_norm" for i in (0, 1))]),
+    "biases": (BertForSequenceClassification, CONFIG, "query", ["*.bias"], ["classifier"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_trained_modules_are_saved_with_an_adapter_and_loaded(tmp_path, case):
+    kind, config, layers, patterns, modules = TRAINED[case]
+    base = made(kind, config)
+    tuned = trained(maxjax.lora.add(base, layers, rank=2, key=jax.random.key(1)), patterns)
+    maxjax.lora.save(tmp_path / "a", tuned)
+    settings = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert settings["modules_to_save"] == modules
+    assert settings["bias"] == ("all" if case == "biases" else "none")
+    again = maxjax.lora.load(base, tmp_path / "a")
+    maxjax.lora.save(tmp_path / "b", again)
+    files = [tmp_path / one / "adapter_model.safetensors" for one in "ab"]
+    first, second = map(safetensors.numpy.load_file, files)
+    assert first.keys() == second.keys()
+    if "DistilBertForSequence" in kind.__name__:
+        assert "base_model.model.pre_classifier.weight" in first
+    twice = maxjax.lora.load(base, tmp_path / "b")
+    for name, weight in tuned.raw_state_dict().items():
+        for one in (again, twice):
+            value = one.raw_state_dict()[name].value
+            np.testing.assert_array_equal(value, weight.value, err_msg=name)
+    assert not any(one._mx_trained for _, one in maxjax.lora.remove(twice).named_modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "patterns", "named"),
+    [
+        (BertForSequenceClassification, ["pooler.dense"], ["pooler.*"], "pooler.dense.weight.*LoRA weights too"),
+        (BertForSequenceClassification, ["query"], ["*query.weight"], "query.weight.*LoRA weights too"),
+        (BertForMaskedLM, ["query"], ["*word_embeddings.weight"], "word_embeddings.weight.*one weight"),
+    ],
+)  # fmt: skip
+def test_a_trained_weight_that_an_adapter_cannot_hold_is_named(
+    tmp_path, kind, layers, patterns, named
+):
+    model = maxjax.lora.add(made(kind), layers, rank=2, key=jax.random.key(1))
+    with pytest.raises(UserInputError, match=f"cannot hold the trained weight '.*{named}"):
+        maxjax.lora.save(tmp_path / "a", trained(model, patterns))
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("case", TRAINED)
+def test_peft_opens_an_adapter_with_trained_modules(tmp_path, case):
+    kind, config, layers, patterns, _ = TRAINED[case]
+    base = made(kind, config)
+    tuned = trained(maxjax.lora.add(base, layers, rank=2, key=jax.random.key(1)), patterns)
+    peft_agrees(base, tuned, tmp_path)
+
+
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("task", ["tag", "classify", "answer", "fill-mask"])
 def test_peft_opens_an_adapter(tmp_path, task):
+    layers = maxjax.lora.add(made(KINDS[task]), rank=2, key=jax.random.key(1))
+    tuned = jax.tree.map(lambda x: x + 0.01, layers)
+    peft_agrees(maxjax.lora.remove(tuned), tuned, tmp_path)
+
+
+def peft_agrees(base, tuned, folder):
+    """Checks that PEFT computes with the saved adapter what the tuned model computes here."""
     import peft
 
-    model = made(KINDS[task])
-    maxjax.save_pretrained(model, tmp_path / "base")
-    layers = maxjax.lora.add(model, rank=2, key=jax.random.key(1))
-    tuned = jax.tree.map(lambda x: x + 0.01, layers)
-    base = maxjax.lora.remove(tuned)
-    maxjax.save_pretrained(base, tmp_path / "base")
-    maxjax.lora.save(tmp_path / "adapter", tuned)
-    theirs = opened(KINDS[task].__name__, tmp_path / "base")
-    found = logits_of(IDS, MASK)(
-        peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
-    )
+    maxjax.save_pretrained(base, folder / "base")
+    maxjax.lora.save(folder / "adapter", tuned)
+    theirs = opened(type(base).__name__, folder / "base")
+    found = logits_of(IDS, MASK)(peft.PeftModel.from_pretrained(theirs, folder / "adapter").eval())
     for one, other in zip(found, logits(tuned).values(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 

@@ -88,6 +88,8 @@ class Module(OfModule, Layer, StateDict, ABC):
     _mx_cache: Cache | None
     # Static attributes that no call reads, by which Modules are not compared.
     _mx_unread: frozenset[str] = frozenset()
+    # Static attribute: local names of the weights that are trained besides LoRA weights (nn/low_rank.py).
+    _mx_trained: tuple[str, ...] = ()
     # Attribute → shard of a Weight; the Weight itself may be in any Module.
     _mx_shards: Mapping[str, Weight] = MappingProxyType({})
     # Attribute → the caller's own list, of which the attribute's LayerList is a copy.
