@@ -31,7 +31,7 @@ from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear, linears
 from .family import Family
-from .gguf.config.read import read_classifier, rows_of
+from .gguf.config.read import LABELS, read_classifier, rows_of
 from .gguf.metadata import MAX_LAYERS, Settings
 from .gguf.names import CLASSIFIER
 from .gguf.table import GGUFTable
@@ -332,7 +332,7 @@ BERT_GGUF = GGUFTable(
     write=lambda config: {"attention.causal": False},
     epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
     biases=None,
-    written=("attention.causal", "pooling_type"),
+    written=("attention.causal", "pooling_type", LABELS),
 )
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,8 @@ from maxjax.models import (
     all_families,
 )
 from maxjax.models.deberta_v2 import DebertaV3ForMaskedLM
+from maxjax.models.gguf.config.read import read_classifier
+from maxjax.models.gguf.metadata import settings as gguf_settings
 from tests.oracles.models import OracleModel, opened
 from tests.oracles.recorded import torch
 
@@ -582,6 +585,36 @@ def test_a_gguf_file_has_the_head_for_texts_with_its_pooler(tmp_path):
     assert before.keys() == after.keys()
     for name, array in before.items():
         np.testing.assert_array_equal(after[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("labels", [("no", "yes, è", "LABEL_0"), ("score",), ()])
+def test_a_gguf_file_has_the_names_of_the_labels(tmp_path, labels):
+    config = BertConfig(
+        64, 32, 48, num_hidden_layers=1, num_attention_heads=2, num_labels=len(labels) or 4, labels=labels
+    )  # fmt: skip
+    model = made(BertForSequenceClassification, config)
+    maxjax.save_pretrained(model, tmp_path / "a")
+    maxjax.checkpoint.convert(tmp_path / "a", tmp_path / "a.gguf")
+    key = gguf.Keys.Classifier.OUTPUT_LABELS.format(arch="bert")
+    written = gguf.GGUFReader(tmp_path / "a.gguf").fields[key].contents()
+    assert written == (list(labels) or ["LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3"])
+    again, _ = maxjax.load(tmp_path / "a.gguf", tokenizer=False)
+    assert again.id2label == model.id2label and again.config.labels == labels
+    maxjax.checkpoint.convert(tmp_path / "a.gguf", tmp_path / "b")
+    raw = [json.loads((tmp_path / one / "config.json").read_text()) for one in "ab"]
+    assert [raw[1][name] for name in ("id2label", "label2id")] == [
+        raw[0][name] for name in ("id2label", "label2id")
+    ]
+
+
+def test_a_gguf_file_with_more_names_than_labels_is_rejected():
+    given = {"general.architecture": "bert", "bert.classifier.output_labels": ["a", "b", "c"]}
+    found = lambda rows: read_classifier(
+        "BertForSequenceClassification", gguf_settings(given), {"cls.output.weight": (rows, 8)}
+    )
+    assert found(3)["id2label"] == {"0": "a", "1": "b", "2": "c"}
+    with pytest.raises(CheckpointFormatError, match="output_labels.*expected 2 names, found 3"):
+        found(2)
 
 
 def test_the_head_of_nomic_without_biases(tmp_path):

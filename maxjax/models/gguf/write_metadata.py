@@ -22,9 +22,10 @@ from ...graph.weights import WeightData
 from ..parts.rotary import rope_settings
 from .config.families import FamilyConfig, read_config
 from .config.llama_cpp import check_read
-from .config.read import POOLING, WINDOWS, hf_config, window_period
+from .config.read import LABELS, POOLING, WINDOWS, hf_config, window_period
 from .config.rope import rope_keys
 from .metadata import unsupported
+from .names import CLASSIFIER
 from .table import GGUF_TABLES, GGUFTable
 from .tensors.types import MIXTURES, is_wide
 
@@ -36,7 +37,9 @@ _PLAIN = {DType.float32: "F32", DType.float16: "F16", DType.bfloat16: "BF16"}
 _QUANTIZATION_VERSION = 2
 # Settings that the round trip does not compare: they are stored elsewhere, may be spelled differently, or
 # are checked separately.
-_NOT_COMPARED = {"architectures", "model_type", "torch_dtype", "rope_scaling"}
+_NOT_COMPARED = {
+    "architectures", "model_type", "torch_dtype", "rope_scaling", "id2label", "label2id"
+}  # fmt: skip
 
 
 def gguf_metadata(
@@ -84,6 +87,10 @@ def gguf_metadata(
                 f"pooling is {pooling!r}: it must be one of {', '.join(filter(None, numbers))}"
             )
         keys["pooling_type"] = numbers[pooling]
+    labels: Mapping[int, str] | None = getattr(model.config, "id2label", None)
+    if labels is not None and f"{CLASSIFIER}.weight" in tensors:
+        # llama.cpp makes a head of as many labels as there are names: of one without them.
+        keys[LABELS] = [*labels.values()]
     for line in check_read(model.architecture, keys, tensors, path=path):
         _LOG.warning("%s%s", "" if path is None else f"{path}: ", line)
     found |= {f"{model.architecture}.{key}": value for key, value in keys.items()}

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ....errors import CheckpointFormatError
+from ...config import label_names
 from ..by_architecture import ByArchitecture
 from ..metadata import (
     MAX_EXPERTS,
@@ -41,6 +42,8 @@ _FILE_TYPES = {0: "float32", 1: "float16"}
 POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # Key of the layers with a sliding window: n, where every n-th layer has none, or a list of flags.
 WINDOWS = "attention.sliding_window_pattern"
+# Key of the names of a head's labels.
+LABELS = "classifier.output_labels"
 # Keys of the text half of a multimodal model: the numbers of RoPE's pairs that turn by each of a token's four
 # positions, and of the layers that take features of images. A text token's first three positions are the same.
 SECTIONS, DEEPSTACK = "rope.dimension_sections", "n_deepstack_layers"
@@ -321,13 +324,19 @@ def window_period(slides: Sequence[bool], usual: int) -> int | None:
 
 
 def read_classifier(architecture: str, given: Settings, tensors: Shapes) -> Config:
-    """The class and the number of labels of a reranker; nothing for other models."""
+    """The class and the labels of a model with a head for texts; nothing for other models."""
     if (tensor := f"{CLASSIFIER}.weight") not in tensors:
         return {}
     labels = rows_of(tensor, tensors, given.path)
-    if labels == 2 and answers_yes_or_no(given):
-        labels = 1
-    return {"architectures": [architecture], "num_labels": labels}
+    if answers_yes_or_no(given):
+        return {"architectures": [architecture], "num_labels": 1 if labels == 2 else labels}
+    names = given.items(LABELS, str, [])
+    if names and len(names) != labels:
+        raise given.wrong(
+            LABELS, f"{labels} names", len(names), "does not fit the head", shown=True
+        )  # fmt: skip
+    found = {"architectures": [architecture], "num_labels": labels}
+    return {**found, **label_names(names)} if names else found
 
 
 def answers_yes_or_no(given: Settings) -> bool:
@@ -335,7 +344,7 @@ def answers_yes_or_no(given: Settings) -> bool:
 
     It is the sigmoid of one number: that of the first label minus that of the second.
     """
-    return given.prefix == "qwen3." and len(given.items("classifier.output_labels", str, [])) == 2
+    return given.prefix == "qwen3." and len(given.items(LABELS, str, [])) == 2
 
 
 MODELS = ByArchitecture(
