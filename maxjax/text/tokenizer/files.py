@@ -22,7 +22,7 @@ from ...storage.strict_json import load_json, read_json_bytes
 from .added import CONFIG, FLAGS, LIST, MAP, TokenFiles, check_size, read_beside, with_numbers
 from .limits import check_tokenizer
 from .sentencepiece_classes import around_language
-from .settings import apply_settings
+from .settings import apply_settings, gives_token_types
 from .vocab import Read, post_processor, read_vocabulary
 
 FILE = "tokenizer.json"
@@ -38,6 +38,7 @@ class TokenizerDocuments:
         settings: the content of ``tokenizer_config.json``.
         special_map: the content of ``special_tokens_map.json``.
         document: the content of ``tokenizer.json``, or None if other files change the tokenizer.
+        has_types: whether the model gets token types from it; None if the files do not tell.
     """
 
     backend: Any
@@ -45,6 +46,7 @@ class TokenizerDocuments:
     settings: dict[str, Any]
     special_map: dict[str, Any]
     document: dict[str, Any] | None
+    has_types: bool | None
 
 
 def read_tokenizer_files(directory: Path | Files) -> TokenizerDocuments | None:
@@ -57,12 +59,13 @@ def read_tokenizer_files(directory: Path | Files) -> TokenizerDocuments | None:
     """
     file = directory / FILE
     settings = optional(directory / CONFIG)
+    is_told = "model_input_names" in settings and "fix_mistral_regex" not in settings
+    config = {} if is_told else optional(directory / "config.json")
     if is_there(file):
         data = read_json_bytes(file, in_force())
         # Strict JSON: of duplicate keys, the package would use the last.
         document, text, vocabulary = load_json(data, name=str(file)), data.decode(), None
         check_tokenizer(document, file)
-        config = optional(directory / "config.json") if "fix_mistral_regex" in settings else {}
         if apply_settings(document, settings, config, file):
             text = json.dumps(document)
     else:
@@ -85,8 +88,9 @@ def read_tokenizer_files(directory: Path | Files) -> TokenizerDocuments | None:
         _set_post_processor(changed, vocabulary, settings, beside)
     is_unchanged = vocabulary is None and changed is backend and not is_changed
     return TokenizerDocuments(
-        changed, beside.named, settings, special_map, document if is_unchanged else None
-    )
+        changed, beside.named, settings, special_map, document if is_unchanged else None,
+        gives_token_types(settings, config),
+    )  # fmt: skip
 
 
 def backend_of(text: str, path: Any) -> Any:

@@ -23,6 +23,15 @@ _LOG = logging.getLogger("maxjax")
 _BERTS = ("Bert", "DistilBert", "Electra", "MPNet")
 _BYTE_LEVELS = ("GPT2", "Qwen2", "GPTNeoX", "Cohere", "Roberta", "CodeGen", "Bart", "Deberta")
 _SPACES = ("XLMRoberta", "Camembert", "Albert", "DebertaV2")
+# The classes whose ``model_input_names`` have token types, and the types of models with such a class.
+_TYPED = frozenset(
+    "Bert Electra ConvBert SqueezeBert MobileBert LayoutLM Lxmert DPRContextEncoder DPRQuestionEncoder Deberta "
+    "DebertaV2 FNet LayoutLMv2 MarkupLM Tapas Canine".split()
+)
+_TYPED_MODELS = frozenset(
+    "bert distilbert electra convbert squeezebert mobilebert layoutlm ernie megatron-bert nezha nomic_bert deberta "
+    "deberta-v2 dpr fnet lxmert".split()
+)
 _NORMALIZER = {
     "do_lower_case": "lowercase", "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
@@ -74,6 +83,25 @@ def apply_settings(
     _warn_of_others(document, settings, kind, path)
     is_fixed = settings.get("fix_mistral_regex") is True and _fix_mistral_regex(document, config)
     return is_fixed or bool(changed)
+
+
+def gives_token_types(settings: Mapping[str, Any], config: Mapping[str, Any]) -> bool | None:
+    """Return whether transformers' tokenizer gives a model token types; None if the files do not tell.
+
+    Without ``model_input_names``, its class decides: the one that the files name, or that of the model's type.
+
+    Args:
+        settings: the content of ``tokenizer_config.json``.
+        config: the content of ``config.json``; empty if there is none.
+    """
+    inputs = settings.get("model_input_names")
+    if isinstance(inputs, list):
+        return "token_type_ids" in inputs
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if isinstance(named, str):
+        return named.removesuffix("Fast").removesuffix("Tokenizer") in _TYPED
+    model_type = config.get("model_type")
+    return model_type in _TYPED_MODELS if isinstance(model_type, str) else None
 
 
 def _fix_mistral_regex(document: Any, config: Mapping[str, Any]) -> bool:

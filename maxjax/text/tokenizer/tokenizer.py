@@ -98,6 +98,7 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         eos_ids: Sequence[int] | None = None,
+        has_types: bool | None = None,
         beside: Mapping[str, Mapping[str, Any]] | None = None,
     ):
         # A file may contain the padding and truncation that were used in training.
@@ -114,6 +115,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         eos = self.special_id("eos_token") if eos_ids is None else None
         self.eos_ids: tuple[int, ...] = tuple(eos_ids or ()) if eos is None else (eos,)
+        self._has_types = has_types
         self._beside = dict(beside or {})
         self._configure()
 
@@ -124,9 +126,6 @@ class Tokenizer:
             self._backend.encode_special_tokens = True
         if settings.get("truncation_side") in ("left", "right"):
             self._truncated_side = settings["truncation_side"]
-        # A model whose files do not list token types among its inputs has seen type 0 only.
-        inputs = settings.get("model_input_names")
-        self._has_types = not isinstance(inputs, list) or "token_type_ids" in inputs
         # As in transformers: a BPE tokenizer keeps its spaces.
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         is_bpe = type(self._backend.model).__name__ == "BPE" and settings.get(forced) is not True
@@ -311,7 +310,8 @@ class Tokenizer:
         return [self._encoding(encoding, offsets) for encoding in encodings]
 
     def _encoding(self, found: Any, offsets: bool) -> Encoding:
-        types = found.type_ids if self._has_types else [0] * len(found.ids)
+        # A model that gets no token types has seen type 0 only.
+        types = [0] * len(found.ids) if self._has_types is False else found.type_ids
         if not offsets:
             return Encoding(found.ids, types)
         return Encoding(found.ids, types, found.offsets, found.sequence_ids, found.word_ids)
@@ -373,6 +373,9 @@ class Tokenizer:
         settings = dict(given)
         if not settings:
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            is_words = type(self._backend.model).__name__ == "WordPiece"
+            if is_words if self._has_types is None else self._has_types:  # not the class's default
+                settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
             settings["pad_token"] = self._backend.id_to_token(self.pad_id)
             if self.max_length is not None:
                 settings["model_max_length"] = self.max_length
@@ -469,6 +472,7 @@ def tokenizer_in(directory: Path | Files) -> Tokenizer | None:
         max_length=_max_length(settings, directory / CONFIG),
         chat_templates=read_templates(directory, settings),
         special_tokens=found.named,
+        has_types=found.has_types,
         beside={CONFIG: settings, MAP: found.special_map},
     )
 

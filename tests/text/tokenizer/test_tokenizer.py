@@ -314,6 +314,64 @@ def test_a_model_that_takes_no_token_types(directory):
     assert found.type_ids == [0] * len(found.ids)
 
 
+_PAIR = ("the cat", "sat on it")
+
+
+@pytest.mark.parametrize("model_type", ["bert", "distilbert", "electra", "nomic_bert", "mpnet"])
+def test_token_types_are_those_of_the_class_as_in_transformers(directory, model_type):
+    """Without model_input_names, the class says whether there are token types; without it, the model's type."""
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    file = directory / "tokenizer_config.json"
+    content = json.loads(file.read_text())
+    for key in ("tokenizer_class", "model_input_names", "backend"):
+        content.pop(key, None)
+    plain = ["input_ids", "attention_mask"]
+    cases = [
+        *({"tokenizer_class": f"{name}Tokenizer"} for name in ("Bert", "Electra", "DistilBert", "MPNet", "Unknown")),
+        {"tokenizer_class": "BertTokenizerFast"},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"tokenizer_class": "TokenizersBackend"},
+        {"tokenizer_class": "BertTokenizer", "model_input_names": plain},
+        {"tokenizer_class": "TokenizersBackend", "model_input_names": [*plain, "token_type_ids"]},
+        {},
+        None,
+    ]  # fmt: skip
+
+    def given(case):
+        file.unlink(missing_ok=True)
+        if case is not None:
+            file.write_text(json.dumps(content | case))
+
+    def theirs():
+        found = []
+        for case in cases:
+            given(case)
+            row = transformers.AutoTokenizer.from_pretrained(directory)(*_PAIR)
+            found.append(max(row.get("token_type_ids", [0])))
+        return found
+
+    for case, largest in zip(cases, recorded(theirs), strict=True):
+        given(case)
+        found = load_tokenizer(directory)
+        assert max(found.pairs([_PAIR])[0].type_ids) == largest, case
+        for name, text in found.files().items():
+            (directory / name).write_text(text)
+        again = pickle.loads(pickle.dumps(load_tokenizer(directory)))
+        assert again.pairs([_PAIR]) == found.pairs([_PAIR]), case
+
+
+def test_token_types_of_tokenizer_json_alone(directory, tmp_path_factory):
+    """Without a class and a model's type, tokenizer.json decides, and written files say so."""
+    for name in FILES[1:]:
+        (directory / name).unlink()
+    found = load_tokenizer(directory)
+    assert 1 in found.pairs([_PAIR])[0].type_ids
+    other = tmp_path_factory.mktemp("written")
+    for name, text in found.files().items():
+        (other / name).write_text(text)
+    assert load_tokenizer(other).pairs([_PAIR]) == found.pairs([_PAIR])
+
+
 def test_split_special_tokens(whole):
     change(whole / "tokenizer_config.json", split_special_tokens=True)
     found = load_tokenizer(whole)
