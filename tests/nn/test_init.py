@@ -10,6 +10,7 @@ import pytest
 
 from maxjax import init, merge, partition
 from maxjax.graph import DeviceRef, Weight
+from maxjax.graph.weights.writing import weight_data
 from maxjax.nn import (
     Conv1D,
     ConvTranspose1d,
@@ -255,6 +256,32 @@ def test_partition_and_merge():
     assert len(jax.tree.leaves(partition(m, lambda name, v: v.dtype == jnp.bfloat16)[0])) == 1
     with pytest.raises(ValueError, match="'w'"):
         merge(ours, ours)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_errors_for_a_half_name_the_other_half(stacked):
+    class Layers(Module):
+        def __init__(self):
+            super().__init__()
+            layers = [Linear(4, 4, has_bias=True), Linear(4, 4, has_bias=True)]
+            self.layers = LayerStack(layers) if stacked else LayerList(layers)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    ours, rest = partition(init(Layers(), jax.random.key(0)), "*.bias")
+    gradient = jax.grad(lambda ours: merge(ours, rest)(jnp.ones(4)).sum())(ours)
+    message = r"'layers\.0\.{}' has no value here: it is in the other half .* maxjax\.merge\("
+    for half, name in ((ours, "weight"), (gradient, "weight"), (rest, "bias")):
+        for fill in (True, False):
+            with pytest.raises(ValueError, match=message.format(name)):
+                half.state_dict(auto_initialize=fill)
+        with pytest.raises(ValueError, match=message.format(name)):
+            half(jnp.ones(4))
+    with pytest.raises(ValueError, match=message.format("weight")):
+        weight_data("layers.0.weight", ours.layers[0].weight)
 
 
 def test_integers_are_not_trained():

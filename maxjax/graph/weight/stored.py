@@ -314,6 +314,22 @@ class StoredWeight:
         """Whether there is neither a value nor checkpoint data to read."""
         return self.weight._source is None and self.is_lazy
 
+    def no_value(self, name: str, advice: str) -> str:
+        """The message of an error for a weight without a value.
+
+        A weight that has not even a placeholder, of a shape that is known, is one that ``maxjax.partition`` left out.
+
+        Args:
+            name: name of the weight.
+            advice: the message for a weight that ``maxjax.partition`` has not left out, after the name.
+        """
+        if self.leaf is None and self.leaf_dims is not None:
+            advice = (
+                "has no value here: it is in the other half that maxjax.partition returned. "
+                "maxjax.merge(first, second) returns a model with both"
+            )
+        return f"weight '{name}' {advice}"
+
     @property
     def leaf_dims(self) -> Any:
         """The sizes of the leaf; None while they are symbolic."""
@@ -416,10 +432,10 @@ class StoredWeight:
         return value
 
     def _no_value(self) -> str:
-        name = RUNNING.name_of(self.weight)
-        return (
-            f"weight '{name}' has no value: load one with load_state_dict(), make one with maxjax.init(), "
-            "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)"
+        return self.no_value(
+            RUNNING.name_of(self.weight),
+            "has no value: load one with load_state_dict(), make one with maxjax.init(), "
+            "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)",
         )
 
     # -- sharding

@@ -104,7 +104,8 @@ def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -
     if weight.stored.is_lazy and isinstance(source, WeightData):
         return source
     if weight.stored.is_lazy:
-        raise ValueError(f"weight '{name}' has no value: load a checkpoint, or call maxjax.init()")
+        advice = "has no value: load a checkpoint, or call maxjax.init()"
+        raise ValueError(weight.stored.no_value(name, advice))
     values = _source_of(weight, gathering)
     if values is None:
         raise NotImplementedError(

@@ -73,8 +73,8 @@ class StateDict:
                 or sharding. The weights keep these zeros.
 
         Raises:
-            ValueError: a weight has no value, and ``auto_initialize`` is false or the weight has
-                symbolic dimensions, whose sizes are unknown.
+            ValueError: a weight has no value, and ``auto_initialize`` is false, the weight has symbolic
+                dimensions, whose sizes are unknown, or ``maxjax.partition`` put its value in the other half.
         """
         values = {}
         for name, weight in self.raw_state_dict().items():
@@ -82,9 +82,8 @@ class StateDict:
                 weight.stored.read()
             if weight.stored.is_lazy:
                 if not auto_initialize:
-                    raise ValueError(
-                        f"weight '{name}' was not initialized: load a state dict, or call maxjax.init()"
-                    )
+                    advice = "was not initialized: load a state dict, or call maxjax.init()"
+                    raise ValueError(weight.stored.no_value(name, advice))
                 with outside_traces(weight.stored.leaf):
                     weight.stored.put(_zeros(name, weight))
             weight.stored.finalise(name)
@@ -238,10 +237,11 @@ def _error(problems: list[str], state_dict: Any) -> ValueError:
 def _zeros(name: str, weight: Weight) -> jax.Array:
     leaf = weight.stored.leaf
     if leaf is None:
-        raise ValueError(
-            f"weight '{name}' of shape {weight.shape!r} cannot be filled with zeros: "
+        advice = (
+            f"of shape {weight.shape!r} cannot be filled with zeros: "
             "its symbolic dimensions have no size before a value is loaded"
         )
+        raise ValueError(weight.stored.no_value(name, advice))
     return jnp.zeros(leaf.shape, leaf.dtype, device=weight.stored.leaf_sharding)
 
 
