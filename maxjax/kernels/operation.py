@@ -277,8 +277,12 @@ class Operation:
         def part(_: Any, *arrays: Any) -> Any:
             if not summed:
                 return tuple(run(*arrays, static=static))
-            sums = jax.lax.psum(tuple(run(*arrays, static=self.summand(static, platform))), summed)
-            return tuple(y.astype(dtype) for y, dtype in zip(sums, dtypes, strict=True))
+            # On no mesh, for a mesh with Explicit axes would be part of the arrays' types: since JAX 0.11 the
+            # all-reduce then adds numbers with shardings, which XLA refuses.
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                found = run(*arrays, static=self.summand(static, platform))
+                sums = jax.lax.psum(tuple(found), summed)
+                return tuple(y.astype(dtype) for y, dtype in zip(sums, dtypes, strict=True))
 
         return mesh, part, outputs, operands
 
@@ -323,6 +327,10 @@ def _devices_known(ctx: Any) -> bool:
     return len(where.device_assignment) == 1 or where.abstract_mesh is not None
 
 
+# What a program for GPUs is lowered for on a machine without one: since JAX 0.11 Triton's lowering asks for a kind.
+_SOME_GPU = AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+
+
 def _device(ctx: Any) -> Any:
     """The kind of device that a program is compiled for, as far as it is known."""
     where = ctx.module_context.axis_context
@@ -332,6 +340,8 @@ def _device(ctx: Any) -> Any:
     if devices is None:
         return None
     first = next(iter(devices))
+    if first.platform == "cpu" and "cuda" in ctx.module_context.platforms:
+        return _SOME_GPU
     cores = getattr(first, "core_count", getattr(first, "num_cores", None))
     return AbstractDevice(first.device_kind, cores, first.platform)
 

@@ -143,7 +143,7 @@ def test_gradients_reach_the_activations():
     got = jax.jit(slope)(x)
     np.testing.assert_allclose(got, 2 * (x @ exact.T) @ exact, rtol=1e-4, atol=0.1)
     batched = jax.jit(jax.vmap(slope))(x[:, None])
-    np.testing.assert_allclose(batched[:, 0], got, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(batched[:, 0], got, rtol=1e-5, atol=0.1)  # sums of up to 1e5
 
 
 @pytest.mark.default("Q6_K", "Q8_0", "IQ4_XS")

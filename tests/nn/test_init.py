@@ -177,7 +177,7 @@ def test_an_option_that_xla_does_not_have_is_left_out(options):
     wanted = init(Deep(), jax.random.key(0))
     options({**init_file._QUICK, "xla_cpu_such_an_option_is_not_there": True})
     jax.tree.map(np.testing.assert_array_equal, init(Deep(), jax.random.key(0)), wanted)
-    options({**init_file._QUICK, "xla_cpu_parallel_codegen_split_count": "many"})
+    options({"xla_cpu_parallel_codegen_split_count": "many"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="many"):
         init(Deep(), jax.random.key(0))
 

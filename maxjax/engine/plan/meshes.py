@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from jax.sharding import AbstractMesh
-
 from ...dtype import DType
 from ...errors import UserInputError
+from ...graph.placement.mesh import abstract_mesh
 from ...graph.placement.specs import BATCH, axis_of, batch_axes, names_in
 from ...models import name_rules as names
 from .footprint import Footprint, TensorGroup, cache_bytes
@@ -100,7 +99,7 @@ def ranked(
     )
     found = []
     for sizes in _factors(count, axes):
-        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        mesh = abstract_mesh(sizes)
         try:
             found.append(_choice(source, mesh, kind, request, hbm))
         except UserInputError:  # a rule of the caller does not divide evenly
@@ -291,7 +290,7 @@ def _attempt(
     source: Footprint, sizes: dict[str, int], request: PlanRequest
 ) -> tuple[int, int] | None:
     """Bytes of weights and of KV cache on each device of a mesh; None if the mesh is invalid."""
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
+    mesh = abstract_mesh(sizes) if sizes else None
     try:
         groups = source.tensors_of(mesh, request.dtype)
     except UserInputError:  # a rule of the caller does not divide evenly

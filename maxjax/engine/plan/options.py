@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ...dtype import DType
 from ...errors import UserInputError
-from ...graph.placement.mesh import AXES, axis_name
+from ...graph.placement.mesh import AXES, abstract_mesh, axis_name
 from ...models.weights import named_dtype
 from ...nn.kv_cache.cache import check_cache_dtype
 
@@ -58,7 +58,7 @@ def read_mesh(mesh: Any, rules: Any = None) -> Any:
     unknown = [name for name in found if name not in AXES]
     if unknown and rules is None:
         raise UserInputError(f"mesh: there is no axis '{unknown[0]}': axes are {', '.join(AXES)}")
-    return AbstractMesh(tuple(found.values()), tuple(found))
+    return abstract_mesh(found)
 
 
 def _items(mesh: Any) -> Iterator[tuple[str, Any]]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from ...columns import Table
 from ...driver import memory_stats
 from ...errors import UserInputError, some
+from ...graph.placement.mesh import abstract_mesh
 from ...graph.weights import FileWeights, load_weights
 from ...models import name_rules as names
 from ...nn.layer import Module
@@ -357,7 +358,7 @@ def _plan(
             )
         if mesh is None:
             sizes = choices[0].mesh
-            mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+            mesh = abstract_mesh(sizes)
     groups = source.tensors_of(mesh, request.dtype)
     placed_on = source.mesh if mesh is None else mesh
     cached, remarks = cache_of(source, groups, placed_on, request)

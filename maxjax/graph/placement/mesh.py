@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -107,6 +107,20 @@ def make_mesh(
     return jax.make_mesh(
         tuple(counts), tuple(names), axis_types=tuple(types), devices=available[:needed]
     )
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+    """Makes a mesh without devices, whose axes are Auto in every version of JAX.
+
+    Args:
+        sizes: name of each axis → its size.
+
+    Example:
+        >>> dict(abstract_mesh({"data": 2, "model": 4}).shape)
+        {'data': 2, 'model': 4}
+    """
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
 
 
 def _counts(sizes: dict[str, int], available: int) -> list[int]:

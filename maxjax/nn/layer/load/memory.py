@@ -17,6 +17,7 @@ import jax
 from ....driver import memory_stats
 from ....errors import OutOfMemoryError, UserInputError
 from ....graph.placement.arrays import default_device
+from ....graph.placement.mesh import abstract_mesh
 from ....graph.placement.specs import axis_of, held_bytes, mesh_of
 from ..place import plan_places
 from .fit import Fit, final_shape, sharding_for
@@ -154,7 +155,7 @@ def _larger(
     size = shape.get(axis, 1)
     for n in (size << power for power in range(1, 13)):
         sizes = {**shape, axis: n}
-        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        mesh = abstract_mesh(sizes)
         try:
             places = plan_places(module, mesh)
         except (UserInputError, NotImplementedError):
