@@ -49,6 +49,8 @@ def check_head(model: Any, tokenizer: Any, task: str) -> None:
     if found != task:
         if found in _CALLS:
             instead = f"its head is for {_CALLS[found][0]}: use {_CALLS[found][1]}"
+        elif found == "detect":
+            instead = "its head tells replaced tokens: model(ids, mask).logits are above 0 for them"
         elif isinstance(model, LanguageModel):
             instead = "it is a decoder: use maxjax.generate"
         elif hasattr(model, "family"):

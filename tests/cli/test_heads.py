@@ -70,6 +70,11 @@ def test_what_stdin_may_give_is_not_required(model, command, missing):
     assert message.endswith(f"required: {missing}\n")
 
 
+@pytest.mark.parametrize("command", ["embed", "rerank", "fill-mask", "tag", "classify", "answer"])
+def test_commands_without_a_default_model_require_one(command):
+    assert "required: --model" in fails(command, code=2)
+
+
 def test_answer(model):
     folder = model("QuestionAnswering")
     (found,) = lines("answer", "--model", folder, "where is it?", "The cat sat on the mat.")

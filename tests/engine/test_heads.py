@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 import maxjax
+from maxjax import models
 from maxjax.engine.answer import Answer
 from maxjax.engine.fill_mask import FilledMask
 from maxjax.engine.heads import _token_logits
 from maxjax.engine.tag import Tag
 from maxjax.errors import UserInputError
 from tests.engine.head_models import KINDS, LABELS, MASKS, drawn_texts, write
+from tests.fill import filled
 from tests.models.parts.test_score import scored
 from tests.oracles.recorded import FOLDER, recorded, transformers
 
@@ -412,6 +414,20 @@ def test_what_is_neither_a_text_nor_a_list_of_texts_is_refused(loaded, head, cal
     ]:
         with pytest.raises(TypeError, match=says):
             call(model, tokenizer, given)
+
+
+def test_the_calls_say_what_a_head_for_replaced_tokens_is(loaded):
+    _, _, tokenizer = loaded("bert", "MaskedLM")
+    config = models.ElectraConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40
+    )  # fmt: skip
+    model = filled(models.ElectraForPreTraining(config))
+    for call in (maxjax.tag, maxjax.classify, maxjax.fill_mask):
+        says = r"no head for .*; its head tells replaced tokens: model\(ids, mask\)\.logits"
+        with pytest.raises(UserInputError, match=says):
+            call(model, tokenizer, "the cat")
+    output = model(np.array([[1, 2, 3]]), np.ones((1, 3), np.int32))
+    assert output.logits.shape == (1, 3) and output.start_logits is None
 
 
 def test_results_are_in_order_and_single_for_one_text(loaded):
