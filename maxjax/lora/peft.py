@@ -348,11 +348,18 @@ def trained_parts(model: Module, chosen: Sequence[TargetLayer]) -> Trained:
     """
     layers = {name for one in chosen for name in one.names}
     updates = {f"{n}.{part}" for one in chosen for n in one.names for part in one.parts.values()}
-    theirs = {n: _their_weight(model, n) for n in model.raw_state_dict() if n not in updates}
+    weights = model.raw_state_dict()
+    theirs = {name: _their_weight(model, name) for name in weights if name not in updates}
     task, ends = _TASKS.get(getattr(model, "task", None) or "", (None, ()))
     modules = [name for name in ends if getattr(model, name, None) is not None][:1]
     holds = lambda endings: [n for n, their in theirs.items() if _is_within(their, endings)]
-    if not modules or any(_parent(name) in layers for name in holds(ends)):
+    conflicts = {
+        name: "its layer has LoRA weights too" for name in weights if _parent(name) in layers
+    }
+    conflicts |= {
+        name: "its layer is quantised" for name, one in weights.items() if not one.dtype.is_float()
+    }
+    if not modules or not conflicts.keys().isdisjoint(holds(ends)):
         task, ends, modules = None, (), []  # without its task, PEFT leaves the head as it is
     names = [name for name in trained_names(model) if name in theirs]
     for name in names:
@@ -364,9 +371,8 @@ def trained_parts(model: Module, chosen: Sequence[TargetLayer]) -> Trained:
     left = {name for name in names if name not in tensors}
     kinds = BIASES[BIASES.index(bias_of(chosen)) :]
     bias = next((one for one in kinds if left <= _biases(model, chosen, one).keys()), kinds[-1])
-    both = next((name for name in tensors if _parent(name) in layers), None)
-    if both is not None:
-        raise _cannot_hold(both, "its layer has LoRA weights too")
+    if conflict := next((name for name in tensors if name in conflicts), None):
+        raise _cannot_hold(conflict, conflicts[conflict])
     tensors = _biases(model, chosen, bias) | tensors
     read = base_tensors(model, tensors.values())
     for name in (*names, *tensors):

@@ -774,6 +774,20 @@ def test_a_trained_weight_that_an_adapter_cannot_hold_is_named(
     assert not (tmp_path / "a").exists()
 
 
+def test_a_quantised_head_is_not_written_into_an_adapter(tmp_path):
+    """PEFT has no such blocks; without its task it leaves the head as it is."""
+    base, _ = maxjax.quantize(made(BertForSequenceClassification), "q8_0")
+    tuned = trained(maxjax.lora.add(base, "query", rank=2, key=jax.random.key(1)), ["*r.bias"])
+    maxjax.lora.save(tmp_path, tuned)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == (None, None)
+    found = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    assert {one.dtype for one in found.values()} == {np.dtype("float32")}
+    again = maxjax.lora.load(base, tmp_path)
+    np.testing.assert_array_equal(again.classifier.bias.value, tuned.classifier.bias.value)
+    np.testing.assert_array_equal(logits(again)["logits"], logits(tuned)["logits"])
+
+
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("case", TRAINED)
