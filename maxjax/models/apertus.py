@@ -100,9 +100,13 @@ class ApertusConfig(LanguageModelConfig):
         """
         raw = ReadTracker.of(raw)
         if raw.get("qk_norm") is False or raw.get("post_norm"):
-            raise UnsupportedModelError("'qk_norm' false, or 'post_norm' true, of an Apertus")
+            raise UnsupportedModelError(
+                "'qk_norm' false, or 'post_norm' true, is not supported for apertus"
+            )
         if (given := raw.get("hidden_act", "xielu")) != "xielu":
-            raise UnsupportedModelError(f"'hidden_act' {str(given)[:60]!r} of an Apertus")
+            raise UnsupportedModelError(
+                f"'hidden_act' {str(given)[:60]!r} is not supported for apertus (supported: 'xielu')"
+            )
         if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
             raw = raw.replaced({"rope_parameters": _ROPE})
         return super().from_hf(raw, **values)

@@ -135,15 +135,27 @@ class ModelConfig:
         Raises:
             CheckpointFormatError: a key is missing, of the wrong type or out of range, or
                 values contradict each other; the message names the key.
+            UnsupportedModelError: a setting is not supported; the message names it.
         """
         kinds, tracker = typing.get_type_hints(cls), ReadTracker(raw, path)
         fields = dataclasses.fields(cls)
-        found = {one.name: field_value(one, kinds[one.name], tracker) for one in fields}
-        given = {name: one for name, one in found.items() if one is not dataclasses.MISSING}
         try:
+            found = {one.name: field_value(one, kinds[one.name], tracker) for one in fields}
+            given = {name: one for name, one in found.items() if one is not dataclasses.MISSING}
             return cls(**given)
+        except CheckpointFormatError:
+            raise
+        except UnsupportedModelError as error:
+            raise unsupported_in(path, error) from None
         except ValueError as error:  # from a subclass's __post_init__
             raise CheckpointFormatError(str(error), path=path) from None
+
+
+def unsupported_in(
+    path: str | os.PathLike[str] | None, error: UnsupportedModelError
+) -> UnsupportedModelError:
+    """Return the error about a setting with the path of its file in front; without a path, the error itself."""
+    return error if path is None else UnsupportedModelError(f"{os.fspath(path)}: {error}")
 
 
 def field_value(field: dataclasses.Field, expected: Any, raw: ReadTracker) -> Any:

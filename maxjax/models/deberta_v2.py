@@ -110,7 +110,9 @@ class DebertaV2Config(EncoderConfig):
         usual = {"relative_attention": True, "embedding_size": width, "pooler_hidden_size": width}
         refuse(with_defaults(raw, {"relative_attention": False}), usual, "DeBERTa")
         if raw.get("conv_kernel_size"):
-            raise UnsupportedModelError("'conv_kernel_size' of a DeBERTa, a convolution")
+            raise UnsupportedModelError(
+                "'conv_kernel_size', a convolution after the first layer, is not supported for deberta-v2"
+            )
         kinds = raw.get("pos_att_type") or ()
         kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
         is_list = isinstance(kinds, (list, tuple))

@@ -232,7 +232,9 @@ class Gemma4Config(LanguageModelConfig):
         Published multimodal files leave out many settings of the text model.
         """
         if raw.get("use_bidirectional_attention") == "all":
-            raise UnsupportedModelError("'use_bidirectional_attention' of a gemma4_text")
+            raise UnsupportedModelError(
+                "'use_bidirectional_attention' 'all' is not supported for gemma4_text"
+            )
         raw = with_defaults(raw, {
             "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216,
             "num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -304,7 +306,8 @@ def _sizes_of_full(raw: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, An
         is_known = not set(first) - set(_OF_FULL) and all(one == first for one in given.values())
         if not is_known or listed != full:
             raise UnsupportedModelError(
-                "'per_layer_config' of other layers than those that see all"
+                "'per_layer_config' is not supported for gemma4_text unless it has the same settings for each "
+                "layer with full attention, and for these alone"
             )
     return _first_sizes(raw)
 

@@ -100,9 +100,14 @@ class MiniMaxM2Config(LanguageModelConfig):
         """
         raw = with_defaults(raw, {"num_key_value_heads": 8})
         if raw.get("qk_norm_type") not in (None, "per_layer") or raw.get("use_qk_norm") is False:
-            raise UnsupportedModelError("'use_qk_norm' other than true, of type 'per_layer'")
+            raise UnsupportedModelError(
+                "'use_qk_norm' false, or a 'qk_norm_type' that is not 'per_layer', is not supported for minimax_m2"
+            )
         if raw.get("scoring_func") not in (None, "sigmoid"):
-            raise UnsupportedModelError("'scoring_func' other than 'sigmoid'")
+            raise UnsupportedModelError(
+                f"'scoring_func' {str(raw['scoring_func'])[:60]!r} is not supported for minimax_m2 "
+                "(supported: 'sigmoid')"
+            )
         width, head = raw.get("rotary_dim"), cls.read_field(raw, "head_dim")
         part = 1.0
         if width is not None:

@@ -116,7 +116,9 @@ class PhiMoEConfig(LanguageModelConfig):
             return config
         short, long = given.get("short_mscale"), given.get("long_mscale")
         if not isinstance(short, (int, float)) or short != long:
-            raise UnsupportedModelError("'short_mscale' other than 'long_mscale' of a phimoe")
+            raise UnsupportedModelError(
+                "'short_mscale' that differs from 'long_mscale' is not supported for phimoe"
+            )
         rope_parameters = replace(config.rope_parameters, magnitude=float(short))
         return replace(config, rope_parameters=rope_parameters)
 

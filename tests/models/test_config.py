@@ -11,6 +11,7 @@ from maxjax.errors import (
     CheckpointMissingError,
     UnsupportedModelError,
 )
+from maxjax.models import all_families
 from maxjax.models.bert import BertConfig
 from maxjax.models.cohere import Cohere2Config
 from maxjax.models.config import ModelConfig, config_field, read_object
@@ -193,6 +194,36 @@ def test_sizes_of_single_layers_as_transformers_writes_them(layers, width):
     with pytest.raises(UnsupportedModelError, match="per_layer_config"):
         MistralConfig.from_dict(DECODER | {"per_layer_config": {"0": {"sliding_window": 4}}})
     MistralConfig.from_dict(DECODER | {"per_layer_config": {}})
+
+
+@pytest.mark.parametrize(
+    "model_type, settings",
+    [
+        ("deberta-v2", {"relative_attention": True, "conv_kernel_size": 3}),
+        ("mpt", {"expansion_ratio": 2}),
+        ("apertus", {"hidden_act": "relu"}),
+        ("apertus", {"qk_norm": False}),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}),
+        ("minimax_m2", {"scoring_func": "softmax"}),
+        ("minimax_m2", {"use_qk_norm": False}),
+        ("mistral", {"per_layer_config": {"0": {"sliding_window": 4}}}),
+        ("mixtral", {"is_causal": False}),
+        ("mistral", {"rope_parameters": {"a": {"rope_type": "default"}}}),
+        ("mistral", {"quantization_config": {"quant_method": "gptq"}}),
+        ("modernbert", {"layer_types": ["chunked_attention"]}),
+    ],
+)
+def test_an_error_about_an_unsupported_setting_has_the_path_and_the_key(model_type, settings):
+    kind = next(one.config for one in all_families() if one.model_type == model_type)
+    raw = {**DECODER, "model_type": model_type, **settings}
+    with pytest.raises(UnsupportedModelError, match=r"\Aa/config\.json: ") as caught:
+        kind.from_dict(raw, path="a/config.json")
+    key = list(settings)[-1]
+    said = str(caught.value)
+    assert f"'{key}'" in said and said.count("a/config.json") == 1
+    assert "supported" in said or "cannot be" in said
+    with pytest.raises(UnsupportedModelError, match=r"\A(?!a/config)"):
+        kind.from_dict(raw)
 
 
 HALF = Rope(part=0.5, interleaved=True)

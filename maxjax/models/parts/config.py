@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Self
 from ...errors import CheckpointFormatError, UnsupportedModelError
 from ...nn.activation import ACTIVATIONS
 from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
-from ..config import ModelConfig, config_field, field_value, quantization_settings
+from ..config import ModelConfig, config_field, field_value, quantization_settings, unsupported_in
 from ..multimodal import text_settings
 from ..unread import ReadTracker, warn_of_unread
 from .aliases import Alias, spelling
@@ -234,12 +234,14 @@ class ArchitectureConfig(ModelConfig):
             _refuse_quantized(raw)
             tracker = ReadTracker(raw, path)
             found = cls.from_hf(tracker)
+            name = cls.model_type or cls.__name__
+            _refuse_unread(name, raw, {*cls.unused, *tracker.keys_seen})
+        except UnsupportedModelError as error:
+            raise unsupported_in(path, error) from None
         except (ValueError, OverflowError) as error:
             if isinstance(error, CheckpointFormatError):
                 raise
             raise CheckpointFormatError(str(error), path=path) from None
-        name = cls.model_type or cls.__name__
-        _refuse_unread(name, raw, {*cls.unused, *tracker.keys_seen})
         warn_of_unread(name, raw, {*cls.unused, *tracker.keys_seen})
         return found
 

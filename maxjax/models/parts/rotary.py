@@ -493,7 +493,9 @@ def rope_of(
     """:func:`read_rope` for one object of settings; error messages call it ``name``."""
     for key, value in given.items():
         if isinstance(value, Mapping):
-            raise UnsupportedModelError(f"'{name}' with separate settings for {key!r}")
+            raise UnsupportedModelError(
+                f"'{name}' with separate settings for {key!r} is not supported"
+            )
     found = _Given(given, name, context, raw or {})
     if given.get("rope_type") == "proportional":
         scaling = Proportional(found.number("partial_rotary_factor", 1.0), found.factor_or_one())
