@@ -57,7 +57,8 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
 
     Base weights are written only if they are trained: biases (``bias`` of :func:`maxjax.lora.add`), the modules that
     :func:`load` replaced, and those with a weight that :func:`maxjax.partition` put among the trained ones; and the
-    head of a model for texts, tokens or answers, without which PEFT does not open the files.
+    head of a model for texts, tokens or answers, trained or not, as PEFT expects it, unless it has LoRA weights or is
+    quantised.
 
     If the directory already holds an adapter, that one stays valid until the new one is complete. If several
     processes share the model's mesh, all of them must make the call.
