@@ -400,11 +400,12 @@ def test_a_model_with_another_head_is_refused(loaded, head, call):
     ("MaskedLM", lambda *given: maxjax.fill_mask(*given)),
     ("TokenClassification", lambda *given: maxjax.tag(*given)),
     ("TokenClassification", lambda *given: maxjax.embed(*given)),
+    ("SequenceClassification", lambda *given: maxjax.rerank(*given[:2], "is it?", given[2])),
     ("QuestionAnswering", lambda model, tokenizer, texts: maxjax.answer(model, tokenizer, texts, texts)),
 ])  # fmt: skip
 def test_what_is_neither_a_text_nor_a_list_of_texts_is_refused(loaded, head, call):
     _, model, tokenizer = loaded("bert", head)
-    of = r"(texts|question)"
+    of = r"(texts|question|documents)"
     for given, says in [
         ({"text": "Ada"}, rf"^{of} must be a list of str, not dict: pass its text"),
         (["a", {"text": "Ada"}], rf"^{of}\[1\] is a dict, not a str: pass its text"),
