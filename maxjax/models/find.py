@@ -46,8 +46,8 @@ def find_family(config: Mapping[str, Any], *, path: str | os.PathLike[str] | Non
         for family in of_architecture(architectures[0]):
             if family.claims(config):
                 return family
-        if (own := _with_score(architectures[0], config)) is not None:
-            return own
+        if (family := _with_score(architectures[0], config)) is not None:
+            return family
         what = f"the architecture {architectures[0]!r}"
         raise _unsupported(what, architectures[0], path, model_type)
     if model_type:
@@ -120,19 +120,19 @@ def _nearest(name: str) -> tuple[str, Family] | None:
     """
     names = {n: one for one in all_families() for n in (*one.architectures, one.model_type)}
     wanted, kind = _words(name), _HEAD.search(name) is not None
-    own = {n: _words(n) for n in names if (_HEAD.search(n) is not None) is kind}
-    alike = [n for n, words in own.items() if words[:1] == wanted[:1] != []]
+    words_of = {n: _words(n) for n in names if (_HEAD.search(n) is not None) is kind}
+    alike = [n for n, words in words_of.items() if words[:1] == wanted[:1] != []]
     if not alike:
-        stems = {"".join(words): n for n, words in reversed(own.items())}
+        stems = {"".join(words): n for n, words in reversed(words_of.items())}
         stems = {stem: n for stem, n in stems.items() if stem[:1] == "".join(wanted)[:1]}
         like = difflib.get_close_matches("".join(wanted), stems, n=1, cutoff=0.75)
         return (stems[like[0]], names[stems[like[0]]]) if like else None
 
     def far(n: str) -> tuple[int, int, int, float]:
-        same, others = {*own[n]} & {*wanted}, {*own[n]} - {*wanted}
+        same, others = {*words_of[n]} & {*wanted}, {*words_of[n]} - {*wanted}
         version, numbers = _version(wanted), sum(word.isdigit() for word in others)
-        apart = abs(_version(own[n]) - version) if version else 0.0
-        return -len(same), len(others) - numbers, numbers, apart
+        distance = abs(_version(words_of[n]) - version) if version else 0.0
+        return -len(same), len(others) - numbers, numbers, distance
 
     like = min(alike, key=far)
     return like, names[like]

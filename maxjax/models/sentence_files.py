@@ -186,11 +186,11 @@ def _dense(files: Files, place: str) -> Dense | str:
     file = _settings(files, place)
     raw = read_object(file)
     settings = _DenseConfig.from_dict(raw, path=file)
-    own = (None, "sentence_embedding")
+    allowed = (None, "sentence_embedding")
     if raw.get("use_residual"):
         return "a Dense module with 'use_residual'"
     for key in ("module_input_name", "module_output_name"):
-        if raw.get(key) not in own:
+        if raw.get(key) not in allowed:
             return f"a Dense module with '{key}' {str(raw[key])[:60]!r}"
     kind = settings.activation_function.rpartition(".")[2]
     if kind not in _FUNCTIONS:

@@ -359,8 +359,8 @@ class LanguageModel(Scored, PretrainedModel):
             room = jnp.maximum(cache.capacity - starts, 0)
             counts = jnp.minimum(length if counts is None else counts, room)
         # In a cache without the group "sliding", all layers may be in "full", in their order.
-        own = cache.sliding is not None or cache.more
-        if own or set(self._groups) == {"full"}:
+        has_others = cache.sliding is not None or cache.more
+        if has_others or set(self._groups) == {"full"}:
             numbers = jax.tree.map(jnp.asarray, numbers_of(self._groups))
         if counts is not None:
             tokens = jnp.where(counts > 0, starts, -1)

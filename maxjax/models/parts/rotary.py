@@ -394,12 +394,12 @@ def ropes_by_kind(
         )
     found = {}
     for kind, theta in thetas.items():
-        own = object_of(given, kind)
+        inner = object_of(given, kind)
         if kind == "full_attention":
-            own = {**own, **object_of(raw, "rope_scaling")}
+            inner = {**inner, **object_of(raw, "rope_scaling")}
         keys = {key: key for key in _OUTER} | {"rope_theta": bases.get(kind, "rope_theta")}
         outer = {key: raw[name] for key, name in keys.items() if raw.get(name) is not None}
-        found[kind] = rope_of({**outer, **own}, "rope_parameters", context, raw, theta)
+        found[kind] = rope_of({**outer, **inner}, "rope_parameters", context, raw, theta)
     return found
 
 

@@ -226,8 +226,8 @@ def _mlx(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     def layout_for(name: str) -> LayoutOf:
         stacked = re.sub(r"\.experts\.\d+\.", ".switch_mlp.", name)  # all experts of a layer
         names = (*names_in_files(name), *names_in_files(stacked))
-        own = next((one for one in names if one in settings.raw), None)
-        changed = None if own is None else settings.raw[own]
+        key = next((one for one in names if one in settings.raw), None)
+        changed = None if key is None else settings.raw[key]
         if not isinstance(changed, Mapping):
             return whole
         given = {**settings.raw, **changed}

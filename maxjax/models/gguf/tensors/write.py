@@ -114,12 +114,12 @@ def gguf_tensors(
     spelled = {names.written_name(name): name for name in tensors}
     left_out = [name for name in tensors if names.model_name(name) is None]
     tensors = names.canonical(tensors)
-    own = model.table
-    if own is not None and own.split is not None:
-        tensors = own.split(model.config, tensors)
+    table = model.table
+    if table is not None and table.split is not None:
+        tensors = table.split(model.config, tensors)
     metadata, narrow = {}, []
-    if own is not None and own.numbers:
-        tensors, metadata, narrow = _listed(own, model, tensors, path)
+    if table is not None and table.numbers:
+        tensors, metadata, narrow = _listed(table, model, tensors, path)
     known = _known(architecture)
     places: dict[str, FilePlace] = {}
     unknown = []

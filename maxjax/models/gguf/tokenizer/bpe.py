@@ -257,12 +257,12 @@ def cuts(tokens: Iterable[Token], path: Any) -> Iterator[tuple[Token, Token, Tok
         >>> list(cuts(["a", "b", "ab", "abc", "bc", "c"], None))
         [('ab', 'a', 'b'), ('abc', 'a', 'bc'), ('abc', 'ab', 'c'), ('bc', 'b', 'c')]
     """
-    own = {token: token for token in tokens}
-    most = min(_PAIRS_OF_A_TOKEN * len(own) + _PAIRS_OF_RUNS, _MAX_PAIRS)
+    known = {token: token for token in tokens}
+    most = min(_PAIRS_OF_A_TOKEN * len(known) + _PAIRS_OF_RUNS, _MAX_PAIRS)
     count = 0
     # In sorted order, those that a token begins with are the last ones that have not ended.
     starts: list[Token] = []
-    for token in sorted(own):
+    for token in sorted(known):
         if len(token) > _LONGEST_PIECE:
             raise CheckpointLimitError(
                 f"the token {token[:40]!r}… is too long",
@@ -274,10 +274,10 @@ def cuts(tokens: Iterable[Token], path: Any) -> Iterator[tuple[Token, Token, Tok
         if count > most:
             raise CheckpointLimitError(
                 "there are too many tokens that begin with other tokens, from which merges are made",
-                path=path, expected=f"at most {most} pairs of {len(own)} tokens", found="more",
+                path=path, expected=f"at most {most} pairs of {len(known)} tokens", found="more",
             )  # fmt: skip
         for left in starts:
-            right = own.get(token[len(left) :])
+            right = known.get(token[len(left) :])
             if right is not None:
                 yield token, left, right
         starts.append(token)

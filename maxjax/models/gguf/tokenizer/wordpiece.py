@@ -37,9 +37,9 @@ def wordpiece(given: Settings) -> dict[str, Any]:
     Raises:
         CheckpointFormatError: a key is missing or wrong, or two tokens are the same.
     """
-    stored = given.items("tokens", str)
-    types = _types(given, stored)
-    tokens = _spelled(stored, types)
+    pieces = given.items("tokens", str)
+    types = _types(given, pieces)
+    tokens = _spelled(pieces, types)
     vocab = vocabulary(tokens, given.path)
     unknown = _special(given, tokens, "unknown")
     if unknown is None:

@@ -111,14 +111,14 @@ def _with_marks(
         keys = ("bos", "seperator")
         marks = zip(keys, (before[:1], after[-1:]), strict=True)
         return found | {f"{key}_token_id": mark[0] for key, mark in marks if mark}
-    own = found.get("eos_token_id", ends[0] if ends else None)
+    named = found.get("eos_token_id", ends[0] if ends else None)
     found = {**found, "add_bos_token": bool(before), "add_eos_token": bool(after)}
     found |= {"bos_token_id": before[0]} if before else {}
-    eos = after[-1] if after else own
+    eos = after[-1] if after else named
     found |= {"eos_token_id": eos} if eos is not None else {}
     # llama.cpp, and reading here, know the other ones by their texts.
-    known = {i for text, i in ids.items() if text in ENDS and i != own}
-    others = [i for i in dict.fromkeys((own, *ends)) if i not in (None, eos) and i not in known]
+    known = {i for text, i in ids.items() if text in ENDS and i != named}
+    others = [i for i in dict.fromkeys((named, *ends)) if i not in (None, eos) and i not in known]
     if len(others) > 2:
         _LOG.warning(
             "%sa GGUF file cannot say that these tokens end an answer: %s", where, others[2:]
