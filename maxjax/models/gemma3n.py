@@ -75,6 +75,7 @@ from .parts import (
     LayerCache,
     Rope,
     attend,
+    check_not_empty,
     config_field,
     kept_or_shared,
     layers,
@@ -193,6 +194,7 @@ class Gemma3nConfig(LanguageModelConfig):
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
         """Read the settings of a file, in which null stands for no cap and no window."""
         refuse_bidirectional(raw)
+        check_not_empty(raw, "activation_sparsity_pattern")
         raw = with_defaults(raw, {"num_key_value_heads": 2})
         for key in ("final_logit_softcapping", "sliding_window"):
             if raw.get(key, 0) is None:

@@ -46,6 +46,7 @@ from .parts import (
     LayerCache,
     Rope,
     attend,
+    check_not_empty,
     config_field,
     every_nth_is_0,
     layer_kinds,
@@ -107,6 +108,7 @@ class SmolLM3Config(LanguageModelConfig):
         """Read the settings of a file, which may switch the window off."""
         raw = with_defaults(raw, {"num_key_value_heads": 4})
         window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+        check_not_empty(raw, "no_rope_layers")
         uses_rope = rope_layers(raw)
         kinds = layer_kinds(raw, [FULL if one or window is None else SLIDING for one in uses_rope])
         raw = raw.replaced({

@@ -57,6 +57,9 @@ UNUSED |= {("gemma4_text", key) for key in ("global_head_dim", "num_global_key_v
 UNUSED |= {("mpt", key) for key in ("clip_qkv", "softmax_scale", "alibi_bias_max")}
 # Numbers that may be a list with one for each layer.
 LISTS = {("hunyuan_v1_moe", key) for key in ("num_experts", "moe_topk", "num_experts_per_tok")}
+# Lists that may be empty: no layer is an exception, or Llama 4's files leave the choice to the default.
+EMPTY = {(name, "mlp_only_layers") for name in ("qwen2_moe", "qwen3_moe", "qwen3_next")}
+EMPTY |= {("llama4_text", "moe_layers"), ("llama4_text", "no_rope_layers")}
 SECONDS, BYTES = 5, 200_000_000  # 1 s on a machine that does nothing else
 
 
@@ -123,6 +126,8 @@ def check(checkpoints, name, values):
                     assert isinstance(error, CheckpointError), (key, value)
                 elif isinstance(value, list) and (name, key) in LISTS:
                     continue
+                elif value == [] and (name, key) in EMPTY:
+                    assert error is None, (key, error)
                 elif unused or key == "sliding_window":  # a family without one looks at none
                     continue
                 elif (

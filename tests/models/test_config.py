@@ -197,6 +197,35 @@ def test_sizes_of_single_layers_as_transformers_writes_them(layers, width):
 
 
 @pytest.mark.parametrize(
+    "model_type, key, value, said",
+    [
+        ("smollm3", "no_rope_layers", [], "is an empty list"),
+        ("gemma3n_text", "activation_sparsity_pattern", [], "is an empty list"),
+        ("qwen3_moe", "mlp_only_layers", [0, 3], "has the layer 3: there are 3, counted from 0"),
+        ("qwen2_moe", "mlp_only_layers", [7], "has the layer 7"),
+        ("qwen3_next", "mlp_only_layers", [7], "has the layer 7"),
+        ("llama4_text", "moe_layers", [-1], "has the layer -1"),
+        ("llama4_text", "moe_layers", [1000], "has the layer 1000"),
+        ("llama4_text", "no_rope_layers", {}, "is not a list of numbers"),
+        ("llama4_text", "no_rope_layers", [1], "1 entries say which of 3 layers"),
+        ("qwen3_moe", "mlp_only_layers", [], None),
+        ("qwen3_moe", "mlp_only_layers", [0, 2], None),
+        ("llama4_text", "no_rope_layers", [], None),
+        ("llama4_text", "moe_layers", [], None),
+    ],
+)
+def test_lists_of_layers_that_do_not_fit_the_layers_are_rejected(model_type, key, value, said):
+    kind = next(one.config for one in all_families() if one.model_type == model_type)
+    raw = {**DECODER, "num_hidden_layers": 3, key: value}
+    if said is None:
+        kind.from_dict(raw)
+        return
+    with pytest.raises(CheckpointFormatError, match=f"'{key}'") as caught:
+        kind.from_dict(raw)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "model_type, settings",
     [
         ("deberta-v2", {"relative_attention": True, "conv_kernel_size": 3}),

@@ -24,6 +24,7 @@ from .cache import no_cache as no_cache
 from .config import FULL as FULL
 from .config import SLIDING as SLIDING
 from .config import LanguageModelConfig as LanguageModelConfig
+from .config import check_not_empty as check_not_empty
 from .config import constant as constant
 from .config import every_nth_is_0 as every_nth_is_0
 from .config import layer_count as layer_count

@@ -110,7 +110,7 @@ def rope_layers(raw: Mapping[str, Any], interval: int = 4) -> tuple[int, ...]:
         raw.get("no_rope_layers"),
         layer_count(raw),
     )
-    if listed:
+    if listed is not None and listed != []:
         if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
             raise ValueError("'no_rope_layers' is not a list of numbers")
         return tuple(int(bool(one)) for one in listed[:count])
@@ -143,6 +143,19 @@ def refuse(raw: Mapping[str, Any], supported: Mapping[str, Any], what: str) -> N
             )
 
 
+def check_not_empty(raw: Mapping[str, Any], key: str) -> None:
+    """Raise ValueError for an empty list of values for the layers, which is no way to leave the key out.
+
+    Example:
+        >>> check_not_empty({"no_rope_layers": []}, "no_rope_layers")
+        Traceback (most recent call last):
+        ...
+        ValueError: 'no_rope_layers' must have an entry for each layer, and is an empty list
+    """
+    if raw.get(key) == []:
+        raise ValueError(f"'{key}' must have an entry for each layer, and is an empty list")
+
+
 class ArchitectureConfig(ModelConfig):
     """Base class of the configurations of decoders and encoders: it reads and writes the fields of a ``config.json``.
 
@@ -164,6 +177,7 @@ class ArchitectureConfig(ModelConfig):
         """Raise ValueError if fields contradict each other."""
         self._check_activation()
         self._check_layer_types()
+        self._check_layer_numbers()
         self._check_ropes()
 
     def _check_activation(self) -> None:
@@ -184,6 +198,16 @@ class ArchitectureConfig(ModelConfig):
             raise ValueError(
                 f"'layer_types' has {len(kinds)} entries for {self.num_hidden_layers} layers"  # type: ignore[attr-defined]
             )
+
+    def _check_layer_numbers(self) -> None:
+        """Raise ValueError if a list of layers has a number that no layer has."""
+        for name in ("mlp_only_layers", "moe_layers"):
+            count = getattr(self, "num_hidden_layers", 0)
+            wrong = [i for i in getattr(self, name, None) or () if not 0 <= i < count]
+            if wrong:
+                raise ValueError(
+                    f"'{name}' has the layer {str(wrong[0])[:60]}: there are {count}, counted from 0"
+                )
 
     def _check_ropes(self) -> None:
         """Raise ValueError if heads cannot be rotated so."""
