@@ -607,6 +607,29 @@ def test_a_gguf_file_has_the_names_of_the_labels(tmp_path, labels):
     ]
 
 
+def test_a_gguf_file_with_a_head_for_texts_and_no_pooler_is_rejected(tmp_path):
+    """llama.cpp's converter leaves the pooler of a BERT out: scores without it are not the model's."""
+    maxjax.save_pretrained(made(BertForSequenceClassification), tmp_path / "a")
+    maxjax.checkpoint.convert(tmp_path / "a", tmp_path / "a.gguf")
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "bert")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture", "maxjax.")):
+            kinds = field.types
+            of_items = kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), kinds[0], of_items)
+    kept = [one for one in reader.tensors if one.name not in ("cls.weight", "cls.bias")]
+    assert len(reader.tensors) - len(kept) == 2
+    for one in kept:
+        writer.add_tensor(one.name, np.array(one.data), raw_dtype=one.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointMismatchError, match=r"b\.gguf: .*[Mm]issing.*pooler\.dense"):
+        maxjax.load(tmp_path / "b.gguf", tokenizer=False)
+
+
 def test_a_gguf_file_with_more_names_than_labels_is_rejected():
     given = {"general.architecture": "bert", "bert.classifier.output_labels": ["a", "b", "c"]}
     found = lambda rows: read_classifier(
