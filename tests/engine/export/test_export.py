@@ -305,7 +305,8 @@ def test_a_small_bert(path):
     for shape in ((1, 3), (2, 16)):
         ids = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
         mask = (ids % 3 != 1).astype(np.int32)
-        states, pooled = program(state, ids, mask)
+        states, pooled, *logits = program(state, ids, mask)
+        assert logits == [None] * 3  # it has no head
         want = run(model, ids, mask)
         np.testing.assert_allclose(states, want.last_hidden_state, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(pooled, want.pooler_output, rtol=1e-5, atol=1e-6)
