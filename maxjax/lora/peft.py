@@ -21,7 +21,7 @@ from ..errors import (
 from ..models.family import PretrainedModel
 from ..models.names import Names, Prefix, Unwrap
 from ..models.parts.encoder import Encoder
-from ..models.parts.heads import FILL_MASK
+from ..models.parts.heads import ANSWER, CLASSIFY, FILL_MASK, TAG
 from ..models.parts.language_model import LanguageModel
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
@@ -57,8 +57,8 @@ _UNSUPPORTED = {
 
 # The value of task_type for a model's task, and the modules that PEFT then takes for trained.
 _TASKS = {
-    "classify": ("SEQ_CLS", ("classifier", "score")), "tag": ("TOKEN_CLS", ("classifier",)),
-    "answer": ("QUESTION_ANS", ("qa_outputs",)),
+    CLASSIFY: ("SEQ_CLS", ("classifier", "score")), TAG: ("TOKEN_CLS", ("classifier",)),
+    ANSWER: ("QUESTION_ANS", ("qa_outputs",)),
 }  # fmt: skip
 
 

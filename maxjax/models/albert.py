@@ -18,7 +18,7 @@ Shapes: B sequences, T tokens, H heads of width D, hidden size E, F inner featur
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from .parts import (
     Dtypes,
     Encoder,
     EncoderConfig,
+    MaskedWordPredictor,
     PooledClassifier,
     TokenClassifier,
     add_embeddings,
@@ -246,26 +247,16 @@ class AlbertPredictions(Module):
         return self.decoder(self.LayerNorm(y).astype(x.dtype))  # [B, T, V]
 
 
-class AlbertForMaskedLM(AlbertModel):
+class AlbertForMaskedLM(MaskedWordPredictor, AlbertModel):
     """An ALBERT that predicts masked words."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes = Dtypes.of(dtype, reduce_dtype)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
         self.predictions = AlbertPredictions(self.embeddings.word_embeddings, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.predictions(x).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.predictions(x)
 
 
 class AlbertForTokenClassification(TokenClassifier, AlbertModel):

@@ -43,10 +43,12 @@ from .parts import (
     EncoderConfig,
     FirstTokenClassifier,
     MaskedWordHead,
+    MaskedWordPredictor,
     PooledClassifier,
     Pooler,
     PredictionHeads,
     TokenClassifier,
+    WithHead,
     add_embeddings,
     add_norm,
     layer_norm,
@@ -244,7 +246,7 @@ class BertModel(Encoder):
         return self.encoder(self.embeddings(ids, types, positions), mask)
 
 
-class BertForMaskedLM(BertModel):
+class BertForMaskedLM(MaskedWordPredictor, BertModel):
     """A BERT that predicts masked words.
 
     Example:
@@ -254,23 +256,13 @@ class BertForMaskedLM(BertModel):
         ('fill-mask', (3, 5, 100))
     """
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes = Dtypes.of(dtype, reduce_dtype)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
         self.cls = PredictionHeads(self.embeddings.word_embeddings, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.cls(x).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.cls(x)
 
 
 class BertForTokenClassification(TokenClassifier, BertModel):
@@ -399,26 +391,16 @@ class RobertaModel(BertModel):
         return positions_past_padding(ids, indices, self.config.pad_token_id)
 
 
-class RobertaForMaskedLM(RobertaModel):
+class RobertaForMaskedLM(MaskedWordPredictor, RobertaModel):
     """A RoBERTa that predicts masked words: ``decoder(layer_norm(gelu(dense(x))))``."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes = Dtypes.of(dtype, reduce_dtype)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
         self.lm_head = MaskedWordHead(self.embeddings.word_embeddings, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.lm_head(x).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.lm_head(x)
 
 
 class RobertaForTokenClassification(TokenClassifier, RobertaModel):
@@ -621,28 +603,19 @@ class ElectraTransform(Module):
         return self.LayerNorm(y).astype(x.dtype)
 
 
-class ElectraForMaskedLM(ElectraModel):
+class ElectraForMaskedLM(MaskedWordPredictor, ElectraModel):
     """The generator of an ELECTRA, which predicts masked words."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes, table = Dtypes.of(dtype, reduce_dtype), self.embeddings.word_embeddings
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
+        table = self.embeddings.word_embeddings
         self.generator_predictions = ElectraTransform(config, dtypes)
         self.generator_lm_head = vocabulary_layer(table, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
         y = self.generator_predictions(x)  # [B, T, embedding_size]
-        return {"logits": self.generator_lm_head(y).astype(jnp.float32)}
+        return self.generator_lm_head(y)
 
 
 class ElectraDetector(Module):
@@ -659,21 +632,14 @@ class ElectraDetector(Module):
         return self.dense_prediction(y)[..., 0]  # [B, T]
 
 
-class ElectraForPreTraining(ElectraModel):
+class ElectraForPreTraining(WithHead, ElectraModel):
     """The discriminator of an ELECTRA, which tells replaced tokens: their logits are above 0."""
 
     task: ClassVar[str | None] = "detect"
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        self.discriminator_predictions = ElectraDetector(config, Dtypes.of(dtype, reduce_dtype))
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
+        self.discriminator_predictions = ElectraDetector(config, dtypes)
 
     def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
         """The logits ``[B, T]`` of each token: whether it is another than in the text."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from .parts import (
     Dtypes,
     Encoder,
     EncoderConfig,
+    MaskedWordPredictor,
     PooledClassifier,
     Pooler,
     PredictionHeads,
@@ -399,56 +400,36 @@ class DebertaV3Heads(Module):
         return self.lm_head(x)  # [B, T, V]
 
 
-class DebertaV2ForMaskedLM(DebertaV2Model):
+class DebertaV2ForMaskedLM(MaskedWordPredictor, DebertaV2Model):
     """A DeBERTa that predicts masked words."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes = Dtypes.of(dtype, reduce_dtype)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
         self.cls = PredictionHeads(self.embeddings.word_embeddings, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.cls(x).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.cls(x)
 
 
-class DebertaV3ForMaskedLM(DebertaV2Model):
+class DebertaV3ForMaskedLM(MaskedWordPredictor, DebertaV2Model):
     """A DeBERTa that predicts masked words with the head of V3's files: its config must have ``legacy=False``.
 
     Raises:
         UserInputError: ``config.legacy`` is true, or ``tie_word_embeddings`` false: this head has no table of its own.
     """
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
         if config.legacy or not config.tie_word_embeddings:
             raise UserInputError(
                 "DebertaV3ForMaskedLM must have a config with legacy=False and tie_word_embeddings=True"
             )
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes = Dtypes.of(dtype, reduce_dtype)
         self.lm_predictions = DebertaV3Heads(self.embeddings.word_embeddings, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.lm_predictions(x).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.lm_predictions(x)
 
 
 class DebertaV2ForTokenClassification(TokenClassifier, DebertaV2Model):

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from ..dtype import DType
 from ..nn.activation import activation
@@ -36,6 +35,7 @@ from .parts import (
     Dtypes,
     Encoder,
     EncoderConfig,
+    MaskedWordPredictor,
     Pooler,
     TextClassifier,
     TokenClassifier,
@@ -199,30 +199,21 @@ class DistilBertModel(Encoder):
         return self.transformer(self.embeddings(ids, positions), mask)
 
 
-class DistilBertForMaskedLM(DistilBertModel):
+class DistilBertForMaskedLM(MaskedWordPredictor, DistilBertModel):
     """A DistilBERT that predicts masked words: ``vocab_projector(vocab_layer_norm(act(vocab_transform(x))))``."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes, table = Dtypes.of(dtype, reduce_dtype), self.embeddings.word_embeddings
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
+        table = self.embeddings.word_embeddings
         self.vocab_transform = Linear(config.dim, config.dim, dtypes.dtype, has_bias=True)
         self.vocab_layer_norm = layer_norm(config.dim, config.layer_norm_eps, dtypes)
         self.vocab_projector = vocabulary_layer(table, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
         y = activation(self.config.activation)(self.vocab_transform(x).astype(x.dtype))  # [B, T, E]
         y = self.vocab_layer_norm(y).astype(x.dtype)
-        return {"logits": self.vocab_projector(y).astype(jnp.float32)}
+        return self.vocab_projector(y)
 
 
 class DistilBertForTokenClassification(TokenClassifier, DistilBertModel):
@@ -236,17 +227,10 @@ class DistilBertForQuestionAnswering(AnswerFinder, DistilBertModel):
 class DistilBertForSequenceClassification(TextClassifier, DistilBertModel):
     """A DistilBERT with a head for texts: a reranker, for example."""
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        self.pre_classifier = Linear(config.dim, config.dim, dtype, has_bias=True)
-        self.classifier = Linear(config.dim, config.num_labels, dtype, has_bias=True)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
+        self.pre_classifier = Linear(config.dim, config.dim, dtypes.dtype, has_bias=True)
+        self.classifier = Linear(config.dim, config.num_labels, dtypes.dtype, has_bias=True)
 
     def scores(self, pooled: jax.Array) -> jax.Array:
         """First tokens' states ``[B, E]`` → logits ``[B, labels]``."""

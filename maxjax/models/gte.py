@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from .parts import (
     Encoder,
     EncoderConfig,
     MaskedWordHead,
+    MaskedWordPredictor,
     PooledClassifier,
     Pooler,
     Rope,
@@ -239,26 +240,16 @@ class GteModel(Encoder):
         return self.encoder(self.embeddings(ids, types), mask, angles)
 
 
-class GteForMaskedLM(GteModel):
+class GteForMaskedLM(MaskedWordPredictor, GteModel):
     """A GTE that predicts masked words: ``decoder(layer_norm(gelu(dense(x))))``."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes = Dtypes.of(dtype, reduce_dtype)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
         self.lm_head = MaskedWordHead(self.embeddings.word_embeddings, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.lm_head(x).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.lm_head(x)
 
 
 class GteForTokenClassification(TokenClassifier, GteModel):

@@ -45,6 +45,7 @@ from .parts import (
     EncoderConfig,
     FirstTokenClassifier,
     MaskedWordHead,
+    MaskedWordPredictor,
     Pooler,
     Rope,
     TokenClassifier,
@@ -237,26 +238,16 @@ class JinaV3Model(Encoder):
         return self.encoder(x, mask, angles)
 
 
-class JinaV3ForMaskedLM(JinaV3Model):
+class JinaV3ForMaskedLM(MaskedWordPredictor, JinaV3Model):
     """Jina's encoder that predicts masked words: ``decoder(layer_norm(gelu(dense(x))))``."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes = Dtypes.of(dtype, reduce_dtype)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
         self.lm_head = MaskedWordHead(self.embeddings.word_embeddings, config, dtypes)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.lm_head(x).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.lm_head(x)
 
 
 class JinaV3ForTokenClassification(TokenClassifier, JinaV3Model):

@@ -40,13 +40,16 @@ from .parts import (
     FULL,
     SLIDING,
     Angles,
+    AnswerFinder,
     Dtypes,
     Encoder,
     EncoderConfig,
     LanguageModelConfig,
+    MaskedWordPredictor,
     Pooler,
     Rope,
     TextClassifier,
+    TokenClassifier,
     config_field,
     constant,
     encoder_angles,
@@ -316,67 +319,40 @@ class ModernBertModel(Encoder):
         return self.final_norm(x).astype(x.dtype)
 
 
-class ModernBertForMaskedLM(ModernBertModel):
+class ModernBertForMaskedLM(MaskedWordPredictor, ModernBertModel):
     """A ModernBERT that predicts masked words: ``decoder(head(x))``."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes, table = Dtypes.of(dtype, reduce_dtype), self.embeddings.tok_embeddings
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
+        table = self.embeddings.tok_embeddings
         self.head = ModernBertHead(config, dtypes)
         self.decoder = vocabulary_layer(table, config, dtypes, has_bias=config.decoder_bias)
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.decoder(self.head(x)).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.decoder(self.head(x))
 
 
-class ModernBertForTokenClassification(ModernBertModel):
+class ModernBertForTokenClassification(TokenClassifier, ModernBertModel):
     """A ModernBERT with a head for tokens: one that finds names, for example."""
 
-    task: ClassVar[str | None] = "tag"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        self.head = ModernBertHead(config, Dtypes.of(dtype, reduce_dtype))
-        self.classifier = Linear(config.hidden_size, config.num_labels, dtype, has_bias=True)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
+        self.head = ModernBertHead(config, dtypes)
+        self.classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
 
     def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
         """The logits ``[B, T, labels]`` of the tokens."""
         return {"logits": self.classifier(self.head(x)).astype(jnp.float32)}
 
 
-class ModernBertForQuestionAnswering(ModernBertModel):
+class ModernBertForQuestionAnswering(AnswerFinder, ModernBertModel):
     """A ModernBERT that finds the answer to a question in a text."""
 
-    task: ClassVar[str | None] = "answer"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        self.head = ModernBertHead(config, Dtypes.of(dtype, reduce_dtype))
-        self.classifier = Linear(config.hidden_size, 2, dtype, has_bias=True)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
+        self.head = ModernBertHead(config, dtypes)
+        self.classifier = Linear(config.hidden_size, 2, dtypes.dtype, has_bias=True)
 
     def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
         """The logits ``[B, T]`` of each token as the first and as the last of the answer."""
@@ -386,17 +362,10 @@ class ModernBertForQuestionAnswering(ModernBertModel):
 class ModernBertForSequenceClassification(TextClassifier, ModernBertModel):
     """A ModernBERT with a head for texts: a reranker, for example."""
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        self.head = ModernBertHead(config, Dtypes.of(dtype, reduce_dtype))
-        self.classifier = Linear(config.hidden_size, config.num_labels, dtype, has_bias=True)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
+        self.head = ModernBertHead(config, dtypes)
+        self.classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
 
     @property
     def head_pooling(self) -> str:  # type: ignore[override]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from .parts import (
     Dtypes,
     Encoder,
     EncoderConfig,
+    MaskedWordPredictor,
     PooledClassifier,
     Pooler,
     Rope,
@@ -304,21 +305,11 @@ class NomicBertHeads(Module):
         return self.predictions(x)  # [B, T, V]
 
 
-class NomicBertForMaskedLM(NomicBertModel):
+class NomicBertForMaskedLM(MaskedWordPredictor, NomicBertModel):
     """A Nomic BERT that predicts masked words."""
 
-    task: ClassVar[str | None] = "fill-mask"
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)
-        dtypes = Dtypes.of(dtype, reduce_dtype)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head."""
         self.cls = NomicBertHeads(self.embeddings.word_embeddings, config, dtypes)
 
     @classmethod
@@ -337,9 +328,9 @@ class NomicBertForMaskedLM(NomicBertModel):
                     layer.bias = None
         return model
 
-    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
-        """The logits ``[B, T, V]`` of the words in each place."""
-        return {"logits": self.cls(x).astype(jnp.float32)}
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]`` of the words in each place."""
+        return self.cls(x)
 
 
 class NomicBertForTokenClassification(TokenClassifier, NomicBertModel):

@@ -732,7 +732,7 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("positions_past_padding(ids, indices, self.config.pad_token_id)", "indices"),
             ("return activation(self.act)(self.dense(x)", "return jax.nn.relu(self.dense(x)"),
             ("return self.output(self.self(x, mask), x)", "return self.output(x, x)"),
-            ("self.lm_head(x).astype", "self.lm_head(0.5 * x).astype"),
+            ("return self.lm_head(x)", "return self.lm_head(0.5 * x)"),
             (
                 '"""A RoBERTa with a head for texts: a reranker, for example."""',
                 'head_act = "relu"',

@@ -51,10 +51,12 @@ from .heads import AnswerFinder as AnswerFinder
 from .heads import ClassificationHead as ClassificationHead
 from .heads import FirstTokenClassifier as FirstTokenClassifier
 from .heads import MaskedWordHead as MaskedWordHead
+from .heads import MaskedWordPredictor as MaskedWordPredictor
 from .heads import PooledClassifier as PooledClassifier
 from .heads import PredictionHeads as PredictionHeads
 from .heads import TextClassifier as TextClassifier
 from .heads import TokenClassifier as TokenClassifier
+from .heads import WithHead as WithHead
 from .heads import start_and_end as start_and_end
 from .heads import vocabulary_layer as vocabulary_layer
 from .heads import with_head as with_head

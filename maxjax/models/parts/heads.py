@@ -123,7 +123,48 @@ class ClassificationHead(Module):
         return self.out_proj(activation(self.act)(self.dense(x).astype(x.dtype)))
 
 
-class TextClassifier:
+class WithHead:
+    """Mixin of encoders with a head: the layers that :meth:`add_head` makes come after those of the encoder.
+
+    Attributes:
+        head_needs_pooler: see :class:`Encoder`; only if it is true there is a pooler by default.
+    """
+
+    head_needs_pooler: ClassVar[bool]
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: Any = DType.float32,
+        *,
+        reduce_dtype: Any = DType.float32,
+        pooler: bool | None = None,
+    ):
+        if pooler is None:
+            pooler = self.head_needs_pooler
+        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)  # type: ignore[call-arg]
+        self.add_head(config, Dtypes.of(dtype, reduce_dtype))
+
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layers of the head: each class with one defines it."""
+        raise NotImplementedError
+
+
+class MaskedWordPredictor(WithHead):
+    """Mixin of encoders with a head for masked words."""
+
+    task: ClassVar[str | None] = FILL_MASK
+
+    def word_logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[B, T, E]`` → logits ``[B, T, V]``: each class defines it."""
+        raise NotImplementedError
+
+    def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+        """The logits ``[B, T, V]`` of the words in each place."""
+        return {"logits": self.word_logits(x).astype(jnp.float32)}
+
+
+class TextClassifier(WithHead):
     """Mixin of encoders with a head for texts.
 
     Attributes:
@@ -155,16 +196,9 @@ class PooledClassifier(TextClassifier):
     head_needs_pooler: ClassVar[bool] = True
     pooler: Any
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = True,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)  # type: ignore[call-arg]
-        self.classifier = Linear(config.hidden_size, config.num_labels, dtype, has_bias=True)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layer of the logits."""
+        self.classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
 
     def scores(self, pooled: jax.Array) -> jax.Array:
         """First tokens' states ``[B, E]`` → logits ``[B, labels]``."""
@@ -182,22 +216,14 @@ class FirstTokenClassifier(TextClassifier):
 
     head_act: ClassVar[str] = "tanh"
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)  # type: ignore[call-arg]
-        dtypes = Dtypes.of(dtype, reduce_dtype)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layer of the logits."""
         self.classifier = ClassificationHead(
             config.hidden_size, config.num_labels, dtypes, self.head_act
         )
 
 
-class TokenClassifier:
+class TokenClassifier(WithHead):
     """Mixin of encoders with a head for tokens, such as one that finds names.
 
     Attributes:
@@ -206,23 +232,16 @@ class TokenClassifier:
 
     task: ClassVar[str | None] = TAG
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)  # type: ignore[call-arg]
-        self.classifier = Linear(config.hidden_size, config.num_labels, dtype, has_bias=True)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layer of the logits."""
+        self.classifier = Linear(config.hidden_size, config.num_labels, dtypes.dtype, has_bias=True)
 
     def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
         """The logits ``[B, T, labels]`` of the tokens."""
         return {"logits": self.classifier(x).astype(jnp.float32)}
 
 
-class AnswerFinder:
+class AnswerFinder(WithHead):
     """Mixin of encoders with a head that finds the answer to a question in a text.
 
     Attributes:
@@ -231,16 +250,9 @@ class AnswerFinder:
 
     task: ClassVar[str | None] = ANSWER
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: Any = DType.float32,
-        *,
-        reduce_dtype: Any = DType.float32,
-        pooler: bool = False,
-    ):
-        super().__init__(config, dtype, reduce_dtype=reduce_dtype, pooler=pooler)  # type: ignore[call-arg]
-        self.qa_outputs = Linear(config.hidden_size, 2, dtype, has_bias=True)
+    def add_head(self, config: Any, dtypes: Dtypes) -> None:
+        """Makes the layer of the logits."""
+        self.qa_outputs = Linear(config.hidden_size, 2, dtypes.dtype, has_bias=True)
 
     def head_outputs(self, x: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
         """The logits ``[B, T]`` of each token as the first and as the last of the answer."""
