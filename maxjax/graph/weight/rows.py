@@ -297,7 +297,6 @@ class OfWeight(Rendered):
     def _mx_title(self: Any, row: Row) -> str:
         stored = self.stored
         extra = f", {stored.encoding}" if stored.encoding is not None else ""
-        extra += ", a gradient" if stored.is_gradient else ""
         leaf = leaf_in_memory(self)
         if leaf is not None and type(leaf) is not jax.ShapeDtypeStruct:
             state = state_of(leaf)
@@ -316,8 +315,6 @@ class OfWeight(Rendered):
         more = {"declared on": str(self.device), "encoding": encoding, "reason": stored.why}
         if stored.home is not None:
             more["stack"] = f"number {stored.home[1]} of {stored.home[0].count}"
-        if stored.is_gradient:
-            more["part of"] = "a gradient"
         if stored.source is not None:
             more["source"] = "data of a checkpoint, read when it is used"
         return array_html(self.name, weight_row(self, ""), **more)

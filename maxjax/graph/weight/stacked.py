@@ -56,12 +56,9 @@ class StackedWeight(OfStack):
     sharding = property(attrgetter("template.stored.sharding"))
     layout = property(attrgetter("template.stored.layout"))
     why = property(attrgetter("template.stored.why"))
-    is_gradient = property(lambda s: (s if s._home is None else s._home[0])._is_gradient)
     activations = property(
         attrgetter("template.activations"), lambda s, a: s._set_all(_activations=a)
     )
-
-    _is_gradient = False
 
     def __init__(self, template: Weight, *spans: Span):
         self._template, self.spans = around(template, None, None), spans

@@ -29,7 +29,6 @@ from ..placement.device_major import DeviceMajor
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
 from .epoch import structure_changed
-from .gradient import is_made_by_vjp
 from .running import RUNNING
 
 # The leaf of a Weight or StackedWeight; flattening a Module reads each.
@@ -56,12 +55,9 @@ def copied(
         }
 
 
-def around(holder: Any, leaf: Any, name: str | None, is_gradient: bool = False) -> Any:
+def around(holder: Any, leaf: Any, name: str | None) -> Any:
     """A Weight or StackedWeight like ``holder`` around ``leaf``, which is not inspected."""
-    new = holder._around(leaf, name)
-    if is_gradient or new._is_gradient:  # the flag of the holder does not apply to the new one
-        new._is_gradient = is_gradient
-    return new
+    return holder._around(leaf, name)
 
 
 def standing_for(weight: Any) -> Any:
@@ -148,7 +144,6 @@ class StoredWeight:
         why: reason for the sharding.
         loaded_shape: shape of the tensor it was loaded from, if different.
         form: FileForm if a file holds the value in another form, otherwise None.
-        is_gradient: whether it is in a gradient, or in a tree that was computed from one.
     """
 
     __slots__ = ("weight",)
@@ -168,11 +163,6 @@ class StoredWeight:
     why = property(attrgetter("weight._why"))
     loaded_shape = property(attrgetter("weight._loaded_shape"))
     logical_shape = property(attrgetter("weight.logical_shape"))
-
-    @property
-    def is_gradient(self) -> bool:
-        home = self.weight._home
-        return self.weight._is_gradient if home is None else home[0].is_gradient
 
     @property
     def source(self) -> Any:
@@ -478,7 +468,8 @@ def register(cls: type) -> None:
         return (leaf_for_jax(w),), _Definition(w)
 
     def unflatten(definition: _Definition, leaves: Any) -> Any:
-        return definition.around(leaves[0], is_made_by_vjp())
+        weight = definition.weight
+        return around(weight, leaves[0], weight._full_name)
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
@@ -489,18 +480,12 @@ class _Definition:
     It includes whether operators return arrays or TensorValues, so that these never share a trace.
     """
 
-    __slots__ = ("is_gradient", "key", "weight")
+    __slots__ = ("key", "weight")
 
     def __init__(self, weight: Any):
         self.key = (KIND.values, weight.stored.static())
         # A copy without its value: a treedef must not keep arrays alive.
         self.weight = around(weight, None, weight._full_name)
-        self.is_gradient = weight.stored.is_gradient
-
-    def around(self, leaf: Any, is_gradient: bool) -> Any:
-        # A function is traced for gradients and models alike.
-        kept = self.is_gradient and not isinstance(leaf, Tracer)
-        return around(self.weight, leaf, self.weight._full_name, kept or is_gradient)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _Definition) and self.key == other.key

@@ -76,7 +76,6 @@ class Weight(OfWeight, Methods):
     _own: Any
     _activations: str = "float"
     _form: Any = None  # how a file holds the value, if differently
-    _is_gradient: bool = False
 
     @property
     def _wraps(self) -> bool:  # type: ignore[override]

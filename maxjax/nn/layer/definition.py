@@ -17,7 +17,6 @@ from jax.core import Tracer
 
 from ...graph.kind import KIND
 from ...graph.weight.epoch import EPOCH, LEAF_CACHES, structure_changed
-from ...graph.weight.gradient import is_made_by_vjp
 from ...graph.weight.running import RUNNING
 from ...graph.weight.stored import around, leaf_for_jax, leaf_of
 from ...graph.weight.weight import Weight
@@ -66,52 +65,48 @@ class Definition:
         return self
 
 
-class Valued(NamedTuple):
-    """The treedef data of a Module while Weights return TensorValues instead of arrays (``graph/kind.py``).
+class Variant:
+    """The treedef data of a Module that is more than a Definition.
 
-    It is not equal to the Definition that it wraps, so that JAX never uses one trace for both cases.
-    """
-
-    definition: Definition | Annotated
-
-
-class Annotated:
-    """The treedef data of a Module with what is not compared: it equals that of an equal Module.
-
-    So ``jax.tree.map`` takes a model together with its gradient, or with a model from another checkpoint, and a
-    compiled function takes either. The result of ``tree.map`` has what its first tree has; that of a
-    compiled function, what its argument had when the function was traced.
+    Values that no call reads are not compared. So ``jax.tree.map`` takes models from two checkpoints, and a
+    compiled function takes either. The result of ``tree.map`` has those of its first tree; that of a
+    compiled function, those that its argument had when the function was traced.
 
     Attributes:
-        is_gradient: whether the Module holds a gradient.
-        carried: for each node, the values and keys of static attributes that no call reads, or that have
+        unread: for each node, the values and keys of static attributes that no call reads, or that have
             fields that no call reads; () if there are none.
+        values: whether Weights return TensorValues instead of arrays (``graph/kind.py``). It is compared, so that
+            JAX never uses one trace for both cases.
     """
 
-    __slots__ = ("definition", "is_gradient", "carried")
+    __slots__ = ("definition", "unread", "values")
 
-    def __init__(self, definition: Definition, is_gradient: bool, carried: Carried):
-        self.definition, self.is_gradient, self.carried = definition, is_gradient, carried
+    def __init__(self, definition: Definition, unread: Unread, values: bool):
+        self.definition, self.unread, self.values = definition, unread, values
 
     def __repr__(self) -> str:
         return repr(self.definition)
 
     def __eq__(self, other: object) -> bool:
-        return (other.definition if isinstance(other, Annotated) else other) is self.definition
+        if isinstance(other, Variant):
+            return other.definition is self.definition and other.values is self.values
+        return other is self.definition and not self.values
 
     def __hash__(self) -> int:
         return hash(self.definition)
 
 
-Carried = tuple[dict[str, tuple[Any, Hashable]], ...]
-Found = Definition | Valued | Annotated
+Unread = tuple[dict[str, tuple[Any, Hashable]], ...]
+Found = Definition | Variant
 
 
 def plain(found: Found) -> Definition:
     """The Definition in what :func:`flatten` returns."""
-    while not isinstance(found, Definition):
-        found = found.definition
-    return found
+    return found.definition if isinstance(found, Variant) else found
+
+
+def _unread(found: Found) -> Unread:
+    return found.unread if isinstance(found, Variant) else ()
 
 
 watch(wrap_edited)
@@ -199,16 +194,14 @@ class Cache:
         structure: int,
         definition: Definition,
         weights: tuple[Any, ...],
-        carried: Carried = (),
+        unread: Unread = (),
         watched: tuple[AssignedList | Changeable, ...] = (),
         sliced: bool = False,
     ):
         self.structure, self.definition, self.weights = structure, definition, weights
         # What can change without an assignment to a Module.
         self.watched = watched
-        is_gradient = bool(weights) and weights[0].stored.is_gradient
-        annotated = is_gradient or carried
-        self.treedef = Annotated(definition, is_gradient, carried) if annotated else definition
+        self.treedef = Variant(definition, unread, False) if unread else definition
         # Whether leaves are slices of stacks, which are kept as StackSlices and sliced on demand.
         self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
@@ -291,10 +284,10 @@ def define(root: Any) -> Cache:
         definition = _INTERNED.setdefault(key, definition)
     sliced = any(weight.stored.home is not None for weight in weights)
     watched = (*_shared_lists(walk), *changeable)
-    return Cache(epoch, definition, weights, _carried(walk.modules), watched, sliced)
+    return Cache(epoch, definition, weights, _unread_of(walk.modules), watched, sliced)
 
 
-def _carried(modules: list[Any]) -> Carried:
+def _unread_of(modules: list[Any]) -> Unread:
     """The static attributes of each Module that are not compared, or not all fields of which are."""
     found = tuple(
         {
@@ -408,8 +401,7 @@ def marked(root: Any, plan: Hashable, name: str) -> Any:
                 setattr(made, slot, getattr(definition, slot))
         made.key, made.marks = key, marks
         made = _INTERNED.setdefault(key, made)
-    carried = found.carried if isinstance(found, Annotated) else ()
-    return rebuild(Annotated(made, False, carried), leaves)
+    return unflatten(Variant(made, _unread(found), False), leaves)
 
 
 def _named(root: Any) -> tuple[list[Any], list[str]]:
@@ -425,7 +417,7 @@ def unmarked(tree: Any, plan: Hashable) -> Any:
             return value
         leaves, found = flatten(value)
         modules = _named(value)[0]
-        copy = rebuild(found, leaves)
+        copy = unflatten(found, leaves)
         for module, one in zip(modules, _named(copy)[0], strict=True):
             vars(one)["_mx_marks"] = tuple(mark for mark in module._mx_marks if mark[0] != plan)
         vars(copy)["_mx_cache"] = None
@@ -434,29 +426,12 @@ def unmarked(tree: Any, plan: Hashable) -> Any:
     return jax.tree.map(unobserved, tree, is_leaf=lambda value: hasattr(value, "_mx_marks"))
 
 
-def unflatten(found: Found, leaves: Any) -> Any:
-    """The Module that JAX creates from leaves: an argument, a result, or a gradient.
-
-    A Module of tracers is never marked as a gradient, even if the function was called with one: the same
-    compiled program also serves models, and their results must not be marked.
-    """
-    is_gradient = is_made_by_vjp()
-    if isinstance(found, Annotated) and found.is_gradient:
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            found = Annotated(found.definition, False, found.carried)
-    return rebuild(found, leaves, is_gradient)
-
-
-def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False) -> Any:
+def unflatten(found: Found, leaves: Iterator[Any] | Any) -> Any:
     """A new tree of Modules around ``leaves``, which may be any objects and are not inspected."""
-    definition, carried = plain(found), ()
-    if isinstance(found, Valued):
-        found = found.definition
-    if isinstance(found, Annotated):
-        is_gradient, carried = is_gradient or found.is_gradient, found.carried
+    definition, unread = plain(found), _unread(found)
     memo: dict[int, Any] = {}
     holders = tuple(
-        around(w, leaf, name, is_gradient)
+        around(w, leaf, name)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
     )
     modules = [object.__new__(node.kind) for node in definition.nodes]
@@ -481,7 +456,7 @@ def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False
             **by_attr,
         )
         module.__dict__.update({attr: by_local[local] for attr, local, _, _, _ in node.weights})
-        for attr, (value, key) in (carried[number] if carried else {}).items():
+        for attr, (value, key) in (unread[number] if unread else {}).items():
             module.__dict__[attr], module.__dict__["_mx_statics"][attr] = value, key
         if definition.marks:
             module.__dict__["_mx_marks"] = definition.marks[number]
@@ -508,7 +483,7 @@ def rebuild(found: Found, leaves: Iterator[Any] | Any, is_gradient: bool = False
             }  # fmt: skip
             module.__dict__.update(made, _mx_shards=made)
     watched = Changeable.below(modules) if definition.changeable else ()
-    modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders, carried, watched)
+    modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders, unread, watched)
     return modules[0]
 
 
@@ -536,7 +511,9 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
         leaves = tuple(map(leaf_for_jax, cache.weights))
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
-    return leaves, Valued(cache.treedef) if KIND.values else cache.treedef
+    if KIND.values:
+        return leaves, Variant(cache.definition, _unread(cache.treedef), True)
+    return leaves, cache.treedef
 
 
 def weight_values(module: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from ...errors import UserInputError, closest, some
 from ...graph.placement.arrays import put
 from ...graph.value import unwrap
 from ...kernels import QuantArray, explicit
-from .definition import cache_of, flatten, rebuild
+from .definition import cache_of, flatten, unflatten
 from .walk import Walk, check_module
 
 M = TypeVar("M")
@@ -89,7 +89,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     result = list(leaves)
     for i, at in new.items():
         result[i] = _put(cache.weights[i].stored, leaves[i], at)
-    return rebuild(found, result)
+    return unflatten(found, result)
 
 
 def _unknown(name: Any, names: list[str], count: int) -> str:

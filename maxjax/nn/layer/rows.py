@@ -59,7 +59,6 @@ class ModuleTree:
         self._places: Counter[str] = Counter()
         self._foreign: dict[str, Counter[str]] = {}
         self._weights = self._parameters = self._nbytes = self._per_device = 0
-        self._gradient = False
         self._layers = _layer_count(root)
         self._find_owners(root, "", set(), 0)
         self.row = self._module(root, "", "", 1, 0)
@@ -136,7 +135,6 @@ class ModuleTree:
 
     def _add(self, one: PlacedRow, weight: Any, times: int) -> None:
         row = one.row
-        self._gradient |= weight.stored.is_gradient
         if weight.stored.home is None:
             self._loose = self._loose[0] + row.parameters, self._loose[1] + row.nbytes
         self._weights += times
@@ -174,8 +172,6 @@ class ModuleTree:
                 parts.append(" and ".join(dtypes) + more)
             if set(self._dtypes) == {"bool"}:
                 parts.append(f"a mask of {weights}")
-            if self._gradient:
-                parts.append("a gradient")
             if set(self._dtypes) == {"float0"}:
                 parts.append("derivatives of integers")
         for state, count in self._states.items():

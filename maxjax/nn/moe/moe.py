@@ -24,7 +24,7 @@ from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels import explicit, matmul
 from ..activation import GatedActivation
 from ..layer import LayerList, Module
-from ..layer.definition import rebuild
+from ..layer.definition import unflatten
 from ..layer.sharded import sharded
 from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
 from .algorithms import ExpertWeights, Kind, between, one_by_one
@@ -324,7 +324,7 @@ class MoE(Module):
         weights = [unwrap(w) for e in shared if fused for w in _weights(e)]
 
         def local(gate: Any, x: Any, stacked: Any, weights: Any) -> jax.Array:
-            chosen, shares = map(unwrap, rebuild(definition, gate)(x))
+            chosen, shares = map(unwrap, unflatten(definition, gate)(x))
             y = mixture(x, chosen, shares.astype(jnp.float32), stacked, self._kind)
             if fused:
                 kind = shared[0].activation_function

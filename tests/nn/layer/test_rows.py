@@ -1,7 +1,5 @@
 """How Modules show themselves: what is said, how little of it, and what is never done for it."""
 
-import copy
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,7 +105,7 @@ def test_leaves_of_all_kinds_are_named(tiny):
     assert "derivatives of integers" in first(lambda a: np.zeros(a.shape, jax.dtypes.float0))
 
 
-def test_a_gradient_is_named_and_maps_with_its_model():
+def test_a_gradient_is_shown_as_its_model_and_maps_with_it():
     class Scale(nn.Module):
         def __init__(self):
             super().__init__()
@@ -120,26 +118,13 @@ def test_a_gradient_is_named_and_maps_with_its_model():
     def loss(model):
         return (model(jnp.ones((1, 2))) ** 2).sum()
 
-    def first(tree):
-        return repr(tree).splitlines()[0]
-
     model = maxjax.init(Scale(), jax.random.key(0))
     gradient = jax.grad(loss)(model)
-    _, pull = jax.vjp(loss, model)
+    pulled = jax.vjp(loss, model)[1](1.0)[0]
     jitted = jax.jit(jax.value_and_grad(loss))(model)[1]
-    same = copy.deepcopy(gradient), jax.tree.map(lambda g: 2 * g, gradient), pull(1.0)[0]
-    for tree in (gradient, jitted, *same, gradient.layers, gradient.layers[1]):
-        assert ", a gradient" in first(tree) and "a gradient" in tree._repr_html_()
-    assert ", a gradient, loaded" in repr(gradient.layers[1].weight)
-    assert "a gradient" in repr(jax.grad(lambda w: (w * 2).sum())(model.gain))
-    step = jax.tree.map(lambda w, g: w - 0.1 * g, model, gradient)
-    # A program that was compiled for a gradient serves a model too.
-    half = jax.jit(lambda tree: jax.tree.map(lambda a: a / 2, tree))
-    halves = half(gradient), half(model)
-    half_gain = jax.jit(lambda w: jax.tree.map(lambda a: a / 2, w))
-    assert "gradient" not in repr([half_gain(gradient.gain), half_gain(model.gain)])
-    for tree in (model, step, step.layers[1], *halves, jax.jit(lambda g: step)(gradient)):
-        assert "gradient" not in first(tree)
+    for tree in (gradient, pulled, jitted, jax.tree.map(lambda w, g: w - g, model, gradient)):
+        assert repr(tree) == repr(model) and tree._repr_html_() == model._repr_html_()
+    assert repr(gradient.layers[1].weight) == repr(model.layers[1].weight)
     assert jax.tree.structure(gradient) == jax.tree.structure(model)
     assert hash(jax.tree.structure(gradient)) == hash(jax.tree.structure(model))
     program = jax.jit(loss)

@@ -21,7 +21,7 @@ from ....graph.value import unwrap
 from ....graph.weight.weight import Weight
 from ....kernels import StackSlice, explicit
 from ....kernels.operation import varying_with
-from ..definition import Definition, rebuild
+from ..definition import Definition, unflatten
 from ..observe.frames import Taps, unwrapped
 from ..observe.loops import Kept, LoopFrame, hand_on, holds_functions, values_of
 from .per_layer import PerLayer, StackPattern
@@ -123,7 +123,7 @@ def _present(tree: Any) -> Any:
         if not hasattr(value, "_mx_definition"):
             return value
         definition, holders = value._mx_definition()
-        return rebuild(definition, [holder.stored.array() for holder in holders])
+        return unflatten(definition, [holder.stored.array() for holder in holders])
 
     return jax.tree.map(
         present, tree, is_leaf=lambda v: isinstance(v, Weight) or hasattr(v, "_mx_definition")
@@ -172,7 +172,7 @@ def _loop(
 ) -> Any:  # fmt: skip
     """Runs the layers; returns the last carry, the outputs, and the values that observers have recorded."""
     plan, layout = static.plan, static.plan.layout
-    stack = rebuild(static.definition, arrays)
+    stack = unflatten(static.definition, arrays)
     observed = LoopFrame.of(stack, static.live, given, layout)
     # Inside shard_map, the carry must vary over the mesh axes of xs and operands; over those of weights, layers sum.
     carry = varying_with(carry, xs, dynamic)
@@ -283,7 +283,7 @@ def _step(
     shared: Mapping[str, Any], plan: ScanOptions, observed: LoopFrame | None,
     definition: Definition, leaves: Any, i: Any, carry: Any, x: Any,
 ) -> Any:  # fmt: skip
-    layer = rebuild(definition, leaves)
+    layer = unflatten(definition, leaves)
     if observed is None:
         return *_call(layer, shared, plan, i, carry, x), {}
     with observed.layer(layer, i) as frame:
