@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 
@@ -303,6 +303,21 @@ def integer_text(value: int) -> str:
     return str(value) if bits <= 200 else f"an integer of {bits} bits"
 
 
+def shown(value: Any, limit: int = 80) -> str:
+    """A value as short text for a message: a text in quotes, a number, True, False or None; of others the type.
+
+    Example:
+        >>> shown("a" * 9, 5), shown(0.5), shown([1, 2])
+        ("'aaaaa'…", '0.5', 'list')
+    """
+    if isinstance(value, str | bytes):
+        # Cut before repr: a text of a file can be megabytes long.
+        return repr(value[:limit]) + "…" * (len(value) > limit)
+    if type(value) is int:
+        return integer_text(value)
+    return str(value) if isinstance(value, int | float | None) else type(value).__name__
+
+
 def closest(name: str, names: Iterable[str]) -> str | None:
     """The only one of ``names`` that begins with ``name``, or the most similar, or None if none is close.
 
@@ -320,16 +335,16 @@ def closest(name: str, names: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def some(items: Sequence[Any], limit: int = 10) -> str:
-    """``items`` joined by commas: the first ``limit``, then the number of the others.
+def some(items: Sequence[Any], limit: int = 10, text: Callable[[Any], str] = str) -> str:
+    """``items`` as texts, joined by commas: the first ``limit``, then the number of the others.
 
     Example:
         >>> some(["a", "b", "c"], limit=2)
         'a, b and 1 more'
     """
-    shown = ", ".join(str(item) for item in items[:limit])
+    first = ", ".join(map(text, items[:limit]))
     more = len(items) - limit
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def differs(name: str, problem: str) -> str:

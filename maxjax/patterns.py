@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
-from .errors import CheckpointFormatError, CheckpointLimitError
+from .errors import CheckpointFormatError, CheckpointLimitError, shown
 
 V = TypeVar("V")
 
@@ -114,17 +114,16 @@ class NameTable(Generic[V]):
         )
 
     def _compiled(self, reader: _Reader, text: str) -> _Part:
-        shown = repr(text if len(text) <= 60 else text[:59] + "…")
         try:
             return reader.read(text)
         except (_TooMany, RecursionError) as error:
             found = error if isinstance(error, _TooMany) else "more groups inside each other"
             most = f"{_MOST_PARTS} parts in all patterns, and {_DEEPEST} groups inside each other"
-            problem = f"has the pattern {shown}, which has too many parts"
+            problem = f"has the pattern {shown(text, 60)}, which has too many parts"
             raise self._limit(problem, most, found) from None
         except (re.error, OverflowError) as error:
             raise CheckpointFormatError(
-                f"'{self._key}' has the pattern {shown}: {error}", path=self._path
+                f"'{self._key}' has the pattern {shown(text, 60)}: {error}", path=self._path
             ) from None
 
 

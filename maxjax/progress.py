@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from .errors import printable
+from .rendering.row import short
 
 VARIABLE = "MAXJAX_PROGRESS"
 # Seconds until work is shown, and between two drawings of it.
@@ -201,16 +202,16 @@ def task(
         one.close()
 
 
-def short(path: str | os.PathLike[str]) -> str:
+def last_part(path: str | os.PathLike[str]) -> str:
     """The last part of a path, which leaves room for a bar.
 
     Example:
-        >>> short("/models/org/name/"), short("model-" + 40 * "0" + ".gguf")
-        ('name', 'model-000000000000000000000000000000000…')
+        >>> last_part("/models/org/name/"), last_part("model-" + 40 * "0" + ".gguf")
+        ('name', 'model-00000000000000…00000000000000.gguf')
     """
     path = os.fspath(path)
     name = os.path.basename(path.rstrip("/")) or path
-    return name if len(name) <= 40 else name[:39] + "…"
+    return short(name, 40)
 
 
 def reading(total: int = 0) -> Callable[[int], None] | None:

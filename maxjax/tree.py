@@ -13,6 +13,7 @@ from .graph.weight.stored import STATIC_NAMES
 from .nn.layer.module import Module
 from .nn.layer.static import fields_of, unread_fields
 from .nn.layer.walk import Walk
+from .rendering.row import short
 
 
 def map(
@@ -110,7 +111,9 @@ def _of_weights(one: Any, two: Any) -> Iterator[str]:
             ).append(name)
             continue
         for what, a, b in _unequal_parts(first.stored.static(), second.stored.static()):
-            groups.setdefault(f"{what} of \0: {_shown(a)} and {_shown(b)}", []).append(name)
+            groups.setdefault(
+                f"{what} of \0: {short(repr(a), 60)} and {short(repr(b), 60)}", []
+            ).append(name)
     for text, names in groups.items():
         whose = some(names, 1).replace(" more", f" more weight{'s' * (len(names) > 2)}")
         yield text.replace("\0", whose) if "\0" in text else f"{whose}, {text}"
@@ -150,9 +153,4 @@ def _of_values(path: str, one: Any, two: Any) -> Iterator[str]:
             if name not in unread_fields(type(one)) and pair[0] != pair[1]:
                 yield from _of_values(f"{path}.{name}", *pair)
     else:
-        yield f"{path}: {_shown(one)} and {_shown(two)}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:57]}…"
+        yield f"{path}: {short(repr(one), 60)} and {short(repr(two), 60)}"

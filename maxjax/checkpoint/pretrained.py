@@ -27,7 +27,7 @@ from ..models.written import config_of
 from ..nn.layer import Module
 from ..nn.layer.walk import check_module
 from ..nn.low_rank import LowRank
-from ..progress import short, task
+from ..progress import last_part, task
 from ..storage.directory import is_weights
 from ..storage.safetensors.writer import SetFile, shards, size_in_bytes
 from ..storage.save.durable import target_path
@@ -155,7 +155,7 @@ def save_pretrained(
             )  # fmt: skip
         if together.is_leader:
             total = sum(one.nbytes for one in outgoing)
-            with task(f"saving {short(directory)}", total) as shown:
+            with task(f"saving {last_part(directory)}", total) as shown:
                 write_set(directory, files, others, METADATA, progress=shown.telling(progress))
             gathering.end()
         else:

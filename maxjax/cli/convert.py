@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable
 
-from .options import float_type, quantization, shard_size
+from .options import float_type, quantization, size
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
                         "or one of llama.cpp's mixtures: q4_k_m, q5_k_m, q3_k_m, …")  # fmt: skip
     parser.add_argument("--importance", metavar="FILE",
                         help="with --quantize: an importance matrix (llama-imatrix, maxjax.calibrate)")  # fmt: skip
-    parser.add_argument("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE",
+    parser.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE",
                         help="maximum size of a safetensors file (default 5GB)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true",
                         help="replace DST; SRC itself only if no precision is lost")  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserInputError
-from ..progress import short, task
+from ..progress import last_part, task
 from .options import auto_or_float, file_path, pooling, positive
 from .tables import json_line
 
@@ -119,7 +119,7 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     if options.output is not None and os.path.lexists(options.output) and not options.overwrite:
         raise UserInputError(f"{options.output} exists: --overwrite replaces it")
 
-    with task(f"loading {short(options.model)}", reads=True):
+    with task(f"loading {last_part(options.model)}", reads=True):
         from ..engine.embed import embed as embed_texts
         from ..engine.load import load
 

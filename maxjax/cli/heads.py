@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..progress import short, task
+from ..progress import last_part, task
 from .embed import batch_arguments, given_texts, model_argument, text_arguments
 from .options import positive
 from .tables import json_line
@@ -79,7 +79,7 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
 
 def _called(name: str, options: argparse.Namespace, *texts: list[str], **more: Any) -> Any:
     """Loads the model and makes the call of this name."""
-    with task(f"loading {short(options.model)}", reads=True):
+    with task(f"loading {last_part(options.model)}", reads=True):
         import maxjax
 
         model, tokenizer = maxjax.load(options.model, dtype=options.dtype)

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..columns import Table
-from ..errors import printable
+from ..rendering.row import short
 from .terminal import warn
 
 # Lists of metadata with more items are counted by `inspect`, not shown.
 _SHOWN_ITEMS = 16
-_SHOWN_CHARACTERS = 80
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +80,10 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value]
 
 
-def _short(value: Any) -> str:
+def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value['items']:,} items: {', '.join(map(str, value['first']))[:40]} …"
-    text = printable(str(value))
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+    return short(value)
 
 
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +155,7 @@ def _totals(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _inspect_table(document: dict[str, Any]) -> Iterator[str | Table]:
     if document["metadata"]:
-        rows = [[key, _short(value)] for key, value in document["metadata"].items()]
+        rows = [[key, _cell(value)] for key, value in document["metadata"].items()]
         yield Table([["metadata", "value"], *rows])
         yield ""
     yield Table(

@@ -10,7 +10,7 @@ import time
 from typing import Any, NamedTuple
 
 from ..errors import UserInputError, closest
-from ..progress import short, task
+from ..progress import last_part, task
 from .options import (
     TINY,
     auto_or_float,
@@ -134,7 +134,7 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
         raise UserInputError(f"JAX has no device: {error}") from error
     grid = None if options.mesh is None else _mesh(options.mesh)
     began = time.perf_counter()
-    with task(f"loading {short(options.model)}", reads=True):
+    with task(f"loading {last_part(options.model)}", reads=True):
         model, found = load(
             options.model, dtype=options.dtype, mesh=grid, revision=options.revision,
             tokenizer=tokenizer, activations=options.activations,

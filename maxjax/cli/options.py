@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import CheckpointError, UserInputError, printable
+from ..errors import CheckpointError, UserInputError
 from ..paths import local_path
+from ..rendering.row import short
 
 TINY = "tiny"  # the same as in storage.hub, which is not imported for --help
 SEEDS = 2**32
@@ -103,7 +104,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             number = least - 1
         if number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"{_short(text)}: it must be {expected}")
+            raise argparse.ArgumentTypeError(f"{short(text)}: it must be {expected}")
         return number
 
     return read
@@ -128,7 +129,7 @@ def pooling(text: str) -> str:
 
     if text not in POOLINGS:
         known = ", ".join(POOLINGS)
-        raise argparse.ArgumentTypeError(f"{_short(text)}: it must be one of {known}")
+        raise argparse.ArgumentTypeError(f"{short(text)}: it must be one of {known}")
     return text
 
 
@@ -161,7 +162,7 @@ def setting(name: str) -> Callable[[str], Any]:
             Sampling(**{name: number})
         except UserInputError as error:
             expected = str(error).partition(": ")[2]
-            raise argparse.ArgumentTypeError(f"{_short(text)}: {expected}") from None
+            raise argparse.ArgumentTypeError(f"{short(text)}: {expected}") from None
         if name == "top_p" and number == 0:
             raise argparse.ArgumentTypeError(
                 f"{text}: it must be a number above 0, up to 1; for the most probable token alone,"
@@ -209,26 +210,17 @@ def topology(found: str) -> str:
 
 
 def size(found: str) -> str:
-    """The type of a size of memory, such as 80GB or 16GiB."""
-    import_jax()
-    from ..engine.plan.options import parse_bytes
-
-    _require_unit(found)
-    return _checked(found, parse_bytes, r"^hbm=")
-
-
-def shard_size(found: str) -> str:
-    """The type of a size of files, such as 5GB."""
+    """The type of a size of memory or of files, such as 80GB or 16GiB."""
     from ..storage.safetensors.writer import size_in_bytes
 
     _require_unit(found)
-    return _checked(found, size_in_bytes, r"^max_shard_size(?:=| is )")
+    return _checked(found, size_in_bytes, "")
 
 
 def _require_unit(found: str) -> None:
     """Raise if a size is a number alone: nobody means 80 bytes of memory by "80"."""
     if re.fullmatch(r"[0-9.]+", found):
-        number = _short(found)
+        number = short(found)
         raise argparse.ArgumentTypeError(
             f"{number} has no unit: write {number}GiB, or {number}B for bytes"
         )
@@ -241,7 +233,7 @@ def dtype(found: str) -> str:
     try:
         return DType.of(found).name
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{_short(found)} is not a dtype: {error}") from None
+        raise argparse.ArgumentTypeError(f"{short(found)} is not a dtype: {error}") from None
 
 
 def float_type(found: str) -> str:
@@ -251,7 +243,7 @@ def float_type(found: str) -> str:
     name = dtype(found)
     if not DType.of(name).is_float():
         raise argparse.ArgumentTypeError(
-            f"{_short(found)} is not a float dtype such as bf16 or float32"
+            f"{short(found)} is not a float dtype such as bf16 or float32"
         )
     return name
 
@@ -263,7 +255,7 @@ def quantization(found: str) -> str:
     name = found.lower()
     if name not in MIXTURES:
         raise argparse.ArgumentTypeError(
-            f"{_short(found)}: it must be one of {', '.join(sorted(MIXTURES))}"
+            f"{short(found)}: it must be one of {', '.join(sorted(MIXTURES))}"
         )
     return name
 
@@ -275,7 +267,7 @@ def auto_or_float(found: str) -> str:
     name = float_type(found)
     if name not in ("float32", "bfloat16", "float16", "float64"):
         raise argparse.ArgumentTypeError(
-            f"{_short(found)}: it must be float32, bfloat16, float16 or float64"
+            f"{short(found)}: it must be float32, bfloat16, float16 or float64"
         )
     return name
 
@@ -289,7 +281,7 @@ def variable(found: str) -> tuple[str, Any]:
     """
     name, equals, value = found.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{_short(found)}: it must have the form NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{short(found)}: it must have the form NAME=VALUE")
     if name in _TAKEN:
         raise argparse.ArgumentTypeError(f"{name} is set by maxjax itself")
     if value in _WORDS:
@@ -306,8 +298,3 @@ def _checked(found: str, check: Callable[[str], Any], prefix: str) -> str:
     except UserInputError as error:
         raise argparse.ArgumentTypeError(re.sub(prefix, "", str(error))) from None
     return found
-
-
-def _short(found: str) -> str:
-    shown = printable(found)
-    return shown if len(shown) <= 80 else f"{shown[:80]}…"

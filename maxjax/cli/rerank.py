@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 
 from ..errors import UserInputError
-from ..progress import short, task
+from ..progress import last_part, task
 from .embed import batch_arguments, model_argument, stdin_lines
 from .options import positive
 from .tables import json_line
@@ -55,7 +55,7 @@ def rerank(options: argparse.Namespace) -> Iterable[str]:
             raise UserInputError(f"{name} is not valid UTF-8")
     if not documents:
         raise UserInputError("there is no document to rerank: stdin is empty")
-    with task(f"loading {short(options.model)}", reads=True):
+    with task(f"loading {last_part(options.model)}", reads=True):
         from ..engine.load import load
         from ..engine.rerank import rerank as scores_of
 

@@ -29,7 +29,7 @@ from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .isolation import isolated
 from .packing import PackedTokens, places
 from .rows import MIN_LENGTH, encoder_output, run_rows, text_limit
-from .sampling.settings import is_count, positive
+from .sampling.settings import positive
 
 
 def embed(
@@ -87,8 +87,7 @@ def embed(
     """
     for name in unknown:
         raise unknown_argument(embed, name)
-    if truncate_dim is not None and not is_count(truncate_dim):
-        raise UserInputError(f"truncate_dim={str(truncate_dim)[:60]} must be at least 1")
+    truncate_dim = None if truncate_dim is None else positive("truncate_dim", truncate_dim)
     with Lockstep("embed", shardings_of(model)) as together, releasing():
         found = _embed(
             model, tokenizer, texts, together,
@@ -105,7 +104,7 @@ def embed(
 def _truncated(vectors: np.ndarray, count: int, normalize: bool | None) -> np.ndarray:
     width = vectors.shape[1]
     if count > width:
-        raise UserInputError(f"truncate_dim={str(count)[:60]} must be from 1 to {width}")
+        raise UserInputError(f"truncate_dim={count} must be from 1 to {width}")
     vectors = np.ascontiguousarray(vectors[:, :count])
     return unit(vectors) if normalize else vectors
 

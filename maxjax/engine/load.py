@@ -30,7 +30,7 @@ from ..models.gguf.tokenizer.read import end_ids
 from ..models.pooling import Dense, Pooling, gguf_pooling
 from ..models.sentence_files import read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
-from ..progress import short, task
+from ..progress import last_part, task
 from ..storage.files import closed_on_error, is_there
 from ..storage.hub import Access, find_model
 from ..storage.limits import Limits, allowing
@@ -206,7 +206,7 @@ def load(
                     model.load_state_dict(weights, cast=cast_to is not None, tie=tie)
             return model, text, program.result()
 
-        with releasing(), allowing(limits), task(f"loading {short(name)}", reads=True):
+        with releasing(), allowing(limits), task(f"loading {last_part(name)}", reads=True):
             found = settled(once)
         together.finish()
     return found

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from ..columns import columns
 from ..dtype import native
-from ..errors import UserInputError
+from ..errors import UserInputError, some
 from ..graph import compile_cache
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.value import TensorValue, unwrap
@@ -164,8 +164,7 @@ class TreeLook(Mapping[str, ArrayLook]):
                 if one.statistics is not None and np.any(np.asarray(getattr(one.statistics, name)))
             ]
             if held:
-                more = f" and {len(held) - 3} more" if len(held) > 3 else ""
-                found.append(f"{what} in {', '.join(map(short, held[:3]))}{more}")
+                found.append(f"{what} in {some(held, 3, short)}")
         return found
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ from .graph import Graph, GraphWeight, program_row
 from .kind import returning_values
 from .operands import fitting
 from .placement.arrays import default_device
+from .placement.division import spec_text
 from .rebinding import check, check_determined, sizes_of_names
 from .shape import Shape, StaticDim
 from .subgraph import is_input, type_of_input
@@ -107,8 +108,8 @@ class Binding:
         if sharding is None:
             sharding = jax.sharding.SingleDeviceSharding(default_device())
         if not array.sharding.is_equivalent_to(sharding, array.ndim):
-            raise ValueError(f"weight '{name}' was on {_shown(sharding)} when '{self._graph}' was compiled, and is on "
-                             f"{_shown(array.sharding)} now: compile it again, or move the weight")  # fmt: skip
+            raise ValueError(f"weight '{name}' was on {spec_text(sharding)} when '{self._graph}' was compiled, and is "
+                             f"on {spec_text(array.sharding)} now: compile it again, or move the weight")  # fmt: skip
         return array
 
     def _named_sizes(self, values: Sequence[Any]) -> dict[str, int]:
@@ -143,11 +144,6 @@ def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     return sharding
-
-
-def _shown(sharding: jax.sharding.Sharding) -> str:
-    devices = list(sharding.device_set)
-    return f"{devices[0].platform}:{devices[0].id}" if len(devices) == 1 else str(sharding)
 
 
 def _placement(entry: GraphWeight, fixed: Any) -> Any:

@@ -54,10 +54,12 @@ from .parts import (
     attend,
     config_field,
     constant,
+    full_every,
     layer_count,
     layer_kinds,
     layers,
     merge_heads,
+    positive_integer,
     rope,
     run_layers,
     size,
@@ -268,14 +270,8 @@ class Cohere2Config(CohereConfig):
         """Read the settings of a file."""
         raw = with_defaults(raw, {"sliding_window": 4096, "sliding_window_pattern": 4})
         # The period is null where the kinds of the layers are listed.
-        period = raw.get("sliding_window_pattern")
-        period = 4 if period is None else period
-        if type(period) is not int or period < 1:
-            raise ValueError(
-                f"'sliding_window_pattern' is {str(period)[:60]}, not a positive integer"
-            )
-        count = layer_count(raw)
-        kinds = layer_kinds(raw, [SLIDING if (i + 1) % period else FULL for i in range(count)])
+        period = positive_integer(raw, "sliding_window_pattern", 4)
+        kinds = layer_kinds(raw, full_every(period, layer_count(raw)))
         window = raw.get("sliding_window") if SLIDING in kinds else None
         return super().from_hf(
             raw.replaced({"layer_types": kinds, "sliding_window": window}), **values

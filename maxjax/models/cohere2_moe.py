@@ -31,7 +31,7 @@ from typing import Any, Self
 import jax
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, shown
 from ..graph.device import DeviceRef
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
@@ -44,8 +44,10 @@ from .fused_experts import FusedExperts
 from .names import DECODER, Names
 from .parts import (
     CAUSAL,
+    DENSE,
     FULL,
     SLIDING,
+    SPARSE,
     Angles,
     LanguageModel,
     LanguageModelConfig,
@@ -57,6 +59,7 @@ from .parts import (
     layer_kinds,
     layers,
     merge_heads,
+    positive_integer,
     replicate_over_mesh,
     rope,
     run_layers,
@@ -67,8 +70,6 @@ from .parts import (
     split_heads_over_mesh,
     with_defaults,
 )
-
-DENSE, SPARSE = "dense", "sparse"
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,8 @@ class Cohere2MoEConfig(LanguageModelConfig):
         count = layer_count(raw)
         dense = raw.get("first_k_dense_replace")
         if type(dense) is not int or not 0 <= dense <= max(count, 1):
-            raise ValueError(
-                f"'first_k_dense_replace' must be a number of layers, not {str(dense)[:60]}"
-            )
-        period = raw.get("sliding_window_pattern")
-        if type(period) is not int or period < 1:
-            raise ValueError(
-                f"'sliding_window_pattern' must be a positive integer, not {str(period)[:60]}"
-            )
+            raise ValueError(f"'first_k_dense_replace' is {shown(dense)}, not a number of layers")
+        period = positive_integer(raw, "sliding_window_pattern")
         of_dense = cls.read_field(raw, "prefix_dense_sliding_window_pattern")
         periods = [(i, of_dense) for i in range(dense)]
         periods += [(i, period) for i in range(count - dense)]
@@ -171,17 +166,6 @@ class Cohere2MoEConfig(LanguageModelConfig):
         if not self.mlp_layer_types:
             self._set("mlp_layer_types", (SPARSE,) * self.num_hidden_layers)
         super()._fill_in()
-
-    def _check(self) -> None:
-        if len(self.mlp_layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"'mlp_layer_types' has {len(self.mlp_layer_types)} entries for {self.num_hidden_layers} layers"
-            )
-        super()._check()
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP."""
-        return self.mlp_layer_types[layer] == SPARSE
 
     def uses_rope(self, layer: int) -> bool:
         """Return whether a layer has RoPE."""

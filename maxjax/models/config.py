@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from ..elsewhere import check_keywords
-from ..errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError
+from ..errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedModelError, shown
 from ..paths import local_path
 from ..storage.files import is_there
 from ..storage.strict_json import load_json
@@ -183,7 +183,7 @@ def field_value(field: dataclasses.Field, expected: Any, raw: ReadTracker) -> An
         (item, _) = typing.get_args(listed[0])
         if not isinstance(value, (list, tuple)):
             raise CheckpointFormatError(
-                f"'{key}' has the wrong type", path=raw.path, expected="list", found=short(value)
+                f"'{key}' has the wrong type", path=raw.path, expected="list", found=shown(value)
             )
         value = tuple(_checked(key, one, item, field, raw.path) for one in value)
     else:
@@ -214,7 +214,7 @@ def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path
     if type(value) not in kinds:  # a bool is an int to isinstance
         names = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
         raise CheckpointFormatError(
-            f"'{key}' has the wrong type", path=path, expected=names, found=short(value)
+            f"'{key}' has the wrong type", path=path, expected=names, found=shown(value)
         )
     if type(value) in (int, float):
         limits = {"minimum": 0, "maximum": MAX_SIZE} | dict(field.metadata)
@@ -224,18 +224,9 @@ def _checked(key: str, value: Any, expected: Any, field: dataclasses.Field, path
                 f"'{key}' is out of range",
                 path=path,
                 expected=f"{minimum} to {maximum}",
-                found=short(value),
+                found=shown(value),
             )
     return value
-
-
-def short(value: Any, limit: int = 60) -> str:
-    """A value of a file as text for a message, shortened; for lists and objects only the type's name."""
-    if not isinstance(value, (str, int, float, bool)):
-        return type(value).__name__
-    # Cut before repr: a string of a file can be megabytes long.
-    text = repr(value[:limit] if isinstance(value, str) else value)
-    return text if len(str(value)) <= limit else f"{text[:limit]}…"
 
 
 def read_config(path: str | os.PathLike[str], folder: Any) -> dict[str, Any]:
@@ -311,7 +302,7 @@ def check_labels(
     if listed is not None and not isinstance(listed, Mapping):
         raise CheckpointFormatError(
             "'id2label' has the wrong type", path=path, expected="an object of numbers and names",
-            found=short(listed), hint='Write it as {"0": "…", "1": "…"}.',
+            found=shown(listed), hint='Write it as {"0": "…", "1": "…"}.',
         )  # fmt: skip
     head = next((name for name in _LABEL_WEIGHTS if shapes.get(name)), None)
     if head is None or (count := labels_of(raw)) == shapes[head][0]:

@@ -68,6 +68,8 @@ from .gguf.names import NEXT, ROUTED_DEFAULTS, ROUTED_KEYS, Rule, expert_names
 from .gguf.table import GGUFTable
 from .names import DECODER, PREDICTION, Names
 from .parts import (
+    DENSE,
+    SPARSE,
     Angles,
     LanguageModel,
     LanguageModelConfig,
@@ -77,8 +79,8 @@ from .parts import (
     attend,
     config_field,
     constant,
+    dense_then_sparse,
     expand_values,
-    layer_count,
     layer_kinds,
     layers,
     merge_heads,
@@ -94,7 +96,7 @@ from .parts import (
 )
 from .parts.rotary import read_rope, yarn_score_factor
 
-DENSE, SPARSE, INDEXED = "dense", "sparse", "indexed_attention"
+INDEXED = "indexed_attention"
 _LOG = logging.getLogger("maxjax")
 # The epsilon of the norms of compressed vectors; the configuration's is for the other norms.
 _EPSILON = 1e-6
@@ -304,14 +306,8 @@ class GLM4MoELiteConfig(DeepseekV3Config):
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
         """Read the settings of a file; one without ``mlp_layer_types`` may have ``first_k_dense_replace``."""
         raw = with_defaults(raw, {"q_lora_rank": 768, "first_k_dense_replace": 1})
-        dense = raw.get("first_k_dense_replace")
-        if raw.get("mlp_layer_types") is None and dense is not None:
-            if type(dense) is not int or dense < 0:
-                raise ValueError(
-                    f"'first_k_dense_replace' is {str(dense)[:60]}, not a number of layers"
-                )
-            kinds = [DENSE if i < dense else SPARSE for i in range(layer_count(raw))]
-            values["mlp_layer_types"] = tuple(kinds)
+        if kinds := dense_then_sparse(raw):
+            values["mlp_layer_types"] = kinds
         return super().from_hf(raw, **values)
 
     def _fill_in(self) -> None:
@@ -321,17 +317,6 @@ class GLM4MoELiteConfig(DeepseekV3Config):
         dense = itertools.takewhile(DENSE.__eq__, self.mlp_layer_types)
         self._set("first_k_dense_replace", len(list(dense)))
         super()._fill_in()
-
-    def _check(self) -> None:
-        if len(self.mlp_layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"'mlp_layer_types' has {len(self.mlp_layer_types)} entries for {self.num_hidden_layers} layers"
-            )
-        super()._check()
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP."""
-        return self.mlp_layer_types[layer] == SPARSE
 
 
 @dataclass(frozen=True)

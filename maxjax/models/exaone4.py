@@ -46,6 +46,7 @@ from .parts import (
     Rope,
     attend,
     config_field,
+    full_every,
     layer_count,
     layer_kinds,
     layers,
@@ -116,7 +117,7 @@ def _kinds(pattern: Any, layers: int) -> list[str]:
         raise ValueError(
             f"'sliding_window_pattern' is {str(pattern)[:60]}, neither a number nor letters"
         )
-    return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
+    return list(full_every(pattern, layers))
 
 
 class Exaone4Attention(Module):

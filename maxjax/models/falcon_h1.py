@@ -69,6 +69,7 @@ from .parts import (
     config_field,
     layers,
     merge_heads,
+    positive_integer,
     rope,
     run_layers,
     size,
@@ -171,8 +172,7 @@ class FalconH1Config(LanguageModelConfig):
         """Read the settings of a file, in which the width of Mamba 2's heads may follow from their number."""
         raw = with_defaults(raw, {"num_key_value_heads": 8, "mamba_d_ssm": 1024})
         inner = raw.get("mamba_d_ssm")
-        if inner is not None and (type(inner) is not int or inner < 1):
-            raise ValueError("'mamba_d_ssm' is not a positive integer")
+        inner = None if inner is None else positive_integer(raw, "mamba_d_ssm")
         limit, width = read_time_step_limit(raw), read_mamba_head_dim(raw, 128, inner)
         raw = raw.replaced({"mamba_d_head": width})
         return super().from_hf(raw, time_step_limit=limit, **values)

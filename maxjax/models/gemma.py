@@ -59,6 +59,7 @@ from .parts import (
     attend,
     bidirectional,
     config_field,
+    full_every,
     layers,
     merge_heads,
     rope,
@@ -326,16 +327,6 @@ class Gemma2Config(LanguageModelConfig):
     def to_hf(self) -> dict[str, Any]:
         """Write the settings; transformers requires that the scale of queries is an integer."""
         return {**super().to_hf(), "query_pre_attn_scalar": int(self.query_pre_attn_scalar)}
-
-
-def full_every(n: int, count: int) -> tuple[str, ...]:
-    """Return the kinds of ``count`` layers of which each n-th has full attention, and the others a sliding window.
-
-    Example:
-        >>> full_every(2, 3)
-        ('sliding_attention', 'full_attention', 'sliding_attention')
-    """
-    return tuple(SLIDING if (i + 1) % n else FULL for i in range(count))
 
 
 class Gemma2Attention(Module):

@@ -540,7 +540,7 @@ def _of_layers(given: Settings, key: str, layers: int, default: Any) -> list[int
         return [given.count(key, default)] * layers
     found = given.items(key, int)
     if len(found) != layers:
-        raise given.wrong(key, f"{layers} values", len(found), "does not fit", shown=True)
+        raise given.wrong(key, f"{layers} values", len(found), "does not fit", is_text=True)
     return found
 
 

@@ -67,13 +67,16 @@ from .gguf.state_layouts import AxesOf1, Both, Logarithm
 from .gguf.table import GGUFTable
 from .names import DECODER, Names, Rename
 from .parts import (
+    DENSE,
     FULL,
+    SPARSE,
     LanguageModel,
     LanguageModelConfig,
     LayerCache,
     absorb_keys,
     attend,
     config_field,
+    dense_then_sparse,
     expand_values,
     layer_count,
     layer_kinds,
@@ -90,7 +93,7 @@ from .parts import (
 from .parts.recurrent import automatic_axes, convolve, gated_delta, per_feature
 from .unread import ReadTracker
 
-LINEAR, DENSE, SPARSE = "linear_attention", "dense", "sparse"
+LINEAR = "linear_attention"
 # The epsilon of the norms of compressed vectors; the configuration's is for the other norms.
 _EPSILON = 1e-6
 
@@ -189,18 +192,11 @@ class KimiLinearConfig(LanguageModelConfig):
             {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
             cls.model_type,
         )
-        found, dense = _delta_settings(raw), raw.get("first_k_dense_replace")
-        kinds = layer_kinds(raw)
-        if kinds is not None:
+        found = _delta_settings(raw)
+        if (kinds := layer_kinds(raw)) is not None:
             found["layer_types"] = kinds
-        if raw.get("mlp_layer_types") is None and dense is not None:
-            if type(dense) is not int or dense < 0:
-                raise ValueError(
-                    f"'first_k_dense_replace' is {str(dense)[:60]}, not a number of layers"
-                )
-            found["mlp_layer_types"] = [
-                DENSE if i < dense else SPARSE for i in range(layer_count(raw))
-            ]
+        if kinds := dense_then_sparse(raw):
+            found["mlp_layer_types"] = list(kinds)
         return super().from_hf(raw.replaced(found), **values)
 
     @classmethod
@@ -222,10 +218,6 @@ class KimiLinearConfig(LanguageModelConfig):
         super()._fill_in()
 
     def _check(self) -> None:
-        if len(self.mlp_layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"'mlp_layer_types' has {len(self.mlp_layer_types)} entries for {self.num_hidden_layers} layers"
-            )
         super()._check()
         try:
             check_experts(self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group)
@@ -243,10 +235,6 @@ class KimiLinearConfig(LanguageModelConfig):
     def layer_kinds(self) -> tuple[Any, ...]:
         """A kind for each layer; layers of one kind have the same tensors."""
         return tuple(zip(self.layer_types, self.mlp_layer_types, strict=True))
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP."""
-        return self.mlp_layer_types[layer] == SPARSE
 
     def states(self, layer: int) -> Mapping[str, Any]:
         """The last inputs of the convolutions and the state of each head, or one vector ``[R + C]`` for each token."""

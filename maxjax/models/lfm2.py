@@ -66,6 +66,7 @@ from .parts import (
     layer_count,
     layers,
     merge_heads,
+    positive_integer,
     replicate_over_mesh,
     rope,
     run_layers,
@@ -161,12 +162,10 @@ def inner_size(raw: Mapping[str, Any]) -> Any:
     given = raw.get("intermediate_size") if given is None else given
     given = 12288 if given is None else given
     adjusts, factor = raw.get("block_auto_adjust_ff_dim"), raw.get("block_ffn_dim_multiplier", 1.0)
-    multiple = raw.get("block_multiple_of")
+    raw.get("block_multiple_of")  # read in any case, so that no warning names it
     if adjusts is False or type(given) is not int:
         return given
-    multiple = 256 if multiple is None else multiple
-    if type(multiple) is not int or multiple < 1:
-        raise ValueError(f"'block_multiple_of' is {str(multiple)[:60]}, not a positive integer")
+    multiple = positive_integer(raw, "block_multiple_of", 256)
     given = 2 * given // 3
     if factor is None:
         return given

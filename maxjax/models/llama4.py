@@ -62,6 +62,7 @@ from .parts import (
     layer_kinds,
     layers,
     merge_heads,
+    positive_integer,
     replicate_over_mesh,
     rope,
     rope_layers,
@@ -146,13 +147,10 @@ class Llama4Config(LanguageModelConfig):
         raw = with_defaults(raw, {"num_key_value_heads": 8, "attention_chunk_size": 8192})
         uses_rope, count = rope_layers(raw), layer_count(raw)
         kinds = layer_kinds(raw, [CHUNKED if one else FULL for one in uses_rope])
-        listed, step = raw.get("moe_layers"), raw.get("interleave_moe_layer_step")
+        raw.get("interleave_moe_layer_step")  # read in any case, so that no warning names it
+        listed = raw.get("moe_layers")
         if listed is None:
-            step = 1 if step is None else step
-            if type(step) is not int or step < 1:
-                raise ValueError(
-                    f"'interleave_moe_layer_step' is {str(step)[:60]}, not a positive integer"
-                )
+            step = positive_integer(raw, "interleave_moe_layer_step", 1)
             listed = list(range(step - 1, count, step))
         if not isinstance(listed, list) or not all(type(i) is int for i in listed):
             raise ValueError("'moe_layers' is not a list of integers")

@@ -64,6 +64,7 @@ from .parts import (
     config_field,
     constant,
     layers,
+    positive_integer,
     run_layers,
     size,
     split_features_over_mesh,
@@ -85,13 +86,11 @@ def inner_size(raw: Mapping[str, Any]) -> Any:
         >>> inner_size({"hidden_size": 16, "expand": 3})
         48
     """
-    given, expand, hidden = (raw.get(key) for key in ("intermediate_size", "expand", "hidden_size"))
+    raw.get("expand")  # read in any case, so that no warning names it
+    given, hidden = raw.get("intermediate_size"), raw.get("hidden_size")
     if given is not None or type(hidden) is not int:
         return given
-    expand = 2 if expand is None else expand
-    if type(expand) is not int or expand < 1:
-        raise ValueError(f"'expand' is {str(expand)[:60]}, not a positive integer")
-    return expand * hidden
+    return positive_integer(raw, "expand", 2) * hidden
 
 
 @dataclass(frozen=True)

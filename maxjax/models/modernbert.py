@@ -58,6 +58,7 @@ from .parts import (
     layer_norm,
     layers,
     merge_heads,
+    positive_integer,
     rope,
     run_encoder,
     size,
@@ -128,12 +129,7 @@ class ModernBertConfig(EncoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
         """Read the settings of a file: the kinds of layers and the RoPE of each kind have two spellings."""
-        period = raw.get("global_attn_every_n_layers")
-        period = 3 if period is None else period
-        if type(period) is not int or period < 1:
-            raise ValueError(
-                f"'global_attn_every_n_layers' is {str(period)[:60]}, not a positive integer"
-            )
+        period = positive_integer(raw, "global_attn_every_n_layers", 3)
         kinds = layer_kinds(raw, all_but_every_nth(layer_count(raw), period))
         context = cls.read_field(raw, "max_position_embeddings")
         ropes = ropes_of_layers(raw, context)

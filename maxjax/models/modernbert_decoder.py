@@ -57,6 +57,7 @@ from .parts import (
     layer_kinds,
     layers,
     merge_heads,
+    positive_integer,
     replicate_over_mesh,
     rope,
     ropes_to_hf,
@@ -119,11 +120,10 @@ class ModernBertDecoderConfig(LanguageModelConfig):
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
         """Read the settings of a file: the kinds of layers and the RoPE of each kind have two spellings."""
         raw = with_defaults(raw, {"local_attention": 128, "global_attn_every_n_layers": 3})
-        period, width = raw.get("global_attn_every_n_layers"), raw.get("local_attention")
-        if type(period) is not int or period < 1:
-            raise ValueError(
-                f"'global_attn_every_n_layers' must be a positive integer, not {str(period)[:60]}"
-            )
+        width, period = (
+            raw.get("local_attention"),
+            positive_integer(raw, "global_attn_every_n_layers"),
+        )
         kinds = layer_kinds(raw, all_but_every_nth(layer_count(raw), period))
         window = raw.get("sliding_window")
         if window is None and SLIDING in kinds:

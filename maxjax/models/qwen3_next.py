@@ -83,10 +83,12 @@ from .parts import (
     attend,
     config_field,
     constant,
+    full_every,
     layer_count,
     layer_kinds,
     layers,
     merge_heads,
+    positive_integer,
     replicate_over_mesh,
     rope,
     run_layers,
@@ -99,16 +101,6 @@ from .parts import (
 from .parts.recurrent import automatic_axes, convolve, delta_net_step, gated_delta, per_feature
 
 LINEAR = "linear_attention"
-
-
-def full_every(n: int, count: int) -> tuple[str, ...]:
-    """Return the kinds of ``count`` layers: every n-th has attention, and the others the DeltaNet.
-
-    Example:
-        >>> full_every(2, 3)
-        ('linear_attention', 'full_attention', 'linear_attention')
-    """
-    return tuple(LINEAR if (i + 1) % n else FULL for i in range(count))
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,7 @@ class Qwen35Config(LanguageModelConfig):
 
     def _fill_in(self) -> None:
         if not self.layer_types:
-            self._set("layer_types", full_every(4, self.num_hidden_layers))
+            self._set("layer_types", full_every(4, self.num_hidden_layers, LINEAR))
         super()._fill_in()
 
     def _check(self) -> None:
@@ -188,14 +180,11 @@ class Qwen35Config(LanguageModelConfig):
             raise UnsupportedModelError(
                 f"'attn_output_gate' false is not supported for {cls.model_type}"
             )
-        kinds, every = layer_kinds(raw), raw.get("full_attention_interval")
+        raw.get("full_attention_interval")  # read in any case, so that no warning names it
+        kinds = layer_kinds(raw)
         if kinds is None:
-            every = 4 if every is None else every
-            if type(every) is not int or every < 1:
-                raise ValueError(
-                    f"'full_attention_interval' is {str(every)[:60]}, not a positive integer"
-                )
-            kinds = list(full_every(every, layer_count(raw)))
+            every = positive_integer(raw, "full_attention_interval", 4)
+            kinds = full_every(every, layer_count(raw), LINEAR)
         return super().from_hf(raw.replaced({"layer_types": kinds}), **values)
 
 
@@ -705,7 +694,7 @@ def _to_gguf(config: Any, *, sections: bool) -> dict[str, Any]:
         )
     kinds = list(config.layer_types)
     every = 1 + (kinds.index(FULL) if FULL in kinds else len(kinds))
-    if config.layer_types != full_every(every, len(kinds)):
+    if config.layer_types != full_every(every, len(kinds), LINEAR):
         raise unsupported("'layer_types' whose attention is not every n-th in a GGUF file")
     # llama.cpp requires the sections of RoPE for images. Text has the same position in all sections.
     pairs = config.rope_parameters.rotated(config.head_dim) // 2

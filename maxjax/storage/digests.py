@@ -35,6 +35,7 @@ from ..errors import (
     CheckpointFormatError,
     CheckpointLimitError,
     CheckpointMissingError,
+    shown,
 )
 from ..lazy import without_collector
 from .checksums import stale_hint
@@ -44,7 +45,7 @@ from .files import OpenFile, file_range, is_there
 from .limits import Limits, in_force
 from .save.beside import Description, sum_of
 from .sidecars import sidecar_kind
-from .strict_json import invalid, load_json, require, shown
+from .strict_json import invalid, load_json, require
 from .table import TensorTable
 
 _LOG = logging.getLogger("maxjax")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError
+from ..errors import CheckpointError, CheckpointFormatError, CheckpointTruncatedError, shown
 from .files import OpenFile, read_whole
 from .limits import Limits, digits_hint, in_force
 from .signatures import SNIFF_BYTES, foreign
@@ -197,16 +197,6 @@ def invalid(
     return CheckpointFormatError(
         problem, path=path, tensor=tensor, expected=expected, found=found, hint=hint
     )
-
-
-def shown(value: Any) -> str:
-    """A JSON value as short text.
-
-    Example:
-        >>> shown("a"), shown([1, 2])
-        ("'a'", 'list')
-    """
-    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 class Constant(float):

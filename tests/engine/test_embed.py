@@ -163,7 +163,9 @@ def test_truncated_vectors(small):
     np.testing.assert_allclose(again, part / np.linalg.norm(part, axis=1, keepdims=True), atol=1e-6)
     assert maxjax.embed(*small, [], truncate_dim=16).shape == (0, 16)
     for wrong in (0, "16", 1.5, True):
-        with pytest.raises(UserInputError, match="truncate_dim=.* must be at least 1"):
+        with pytest.raises(
+            UserInputError, match="truncate_dim is .*: it must be a positive integer"
+        ):
             maxjax.embed(*small, texts, truncate_dim=wrong)
     with pytest.raises(UserInputError, match="truncate_dim=65 must be from 1 to 64"):
         maxjax.embed(*small, texts, truncate_dim=whole.shape[1] + 1)

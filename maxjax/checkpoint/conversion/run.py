@@ -22,7 +22,7 @@ from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models.gguf.tensors.types import MIXTURES
 from ...models.weights import main_dtype
-from ...progress import short, task
+from ...progress import last_part, task
 from ...storage.files import OpenFile
 from ...storage.formats import SUFFIXES, UNREADABLE
 from ...storage.hub import checkpoint_path
@@ -131,7 +131,7 @@ def convert(
                 return _to_orbax(found, data, target, counted)
             return _to_safetensors(found, data, target, limit, counted)
 
-    with allowing(limits), task(f"converting {short(source)}") as shown:
+    with allowing(limits), task(f"converting {last_part(source)}") as shown:
         return settled(once)
 
 

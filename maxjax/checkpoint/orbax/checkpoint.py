@@ -20,11 +20,10 @@ from ...models.weights import main_dtype
 from ...nn.layer import Module
 from ...nn.layer.walk import check_module
 from ...paths import local_path
-from ...progress import short, task
+from ...progress import last_part, task
 from ...rendering.division import numbers
 from ...rendering.rendered import Rendered
-from ...rendering.row import Row, counted
-from ...rendering.row import short as short_text
+from ...rendering.row import Row, counted, short
 from ...storage.limits import Limits, allowing
 from ...storage.orbax.paths import orbax_items, resolve, shown_items, step_names, steps
 from ...storage.save.durable import absolute
@@ -146,7 +145,7 @@ def _begin(
         files = model_files(model, dtype=dtype, tokenizer=tokenizer, required=False)
         beside |= {flat_name(name): found for name, found in files.items()}
     root = absolute(path)
-    with task(f"saving {short(root)}") if wait else contextlib.nullcontext():
+    with task(f"saving {last_part(root)}") if wait else contextlib.nullcontext():
         return start(root, step, trees, keep, beside, wait=wait)
 
 
@@ -230,7 +229,11 @@ def restore(
     while True:
         directory = _directory(root, step)
         try:
-            with releasing(), allowing(limits), task(f"restoring {short(directory)}", reads=True):
+            with (
+                releasing(),
+                allowing(limits),
+                task(f"restoring {last_part(directory)}", reads=True),
+            ):
                 return _restore(directory, model, items, strict, cast, verify)
         except CheckpointError:
             # A writer may delete old steps at any time; then there is a newer step to restore.
@@ -395,7 +398,7 @@ class CheckpointManager(Rendered):
             steps = self.all_steps()
             found = f"{counted(len(steps), 'step')}: {numbers(steps)}" if steps else "no steps"
         except Exception as error:
-            found = f"steps that cannot be listed: {short_text(error)}"
+            found = f"steps that cannot be listed: {short(error)}"
         saving = self._response is not None and not self._response.done()
         return f"CheckpointManager({str(self.path)!r}, {found}{', saving' * saving})"
 

@@ -28,6 +28,7 @@ from ...graph.weights.same import same_content
 from ...nn.layer import Module
 from ...nn.layer.load.fit import Fit, fit, is_on_device
 from ...nn.layer.load.stacks import read
+from ...rendering.row import short
 from .signature import (
     LEAF,
     ArrayKind,
@@ -297,7 +298,7 @@ class Arguments:
         except TypeError as error:
             found = f"what they are: {error}"
         where = f"{_argument(path)} differs" if path else "there are more or fewer"
-        return f"{self.name} takes the arguments {cut(self._shown)}, not {cut(found)}: {where}"
+        return f"{self.name} takes the arguments {short(self._shown, 300)}, not {short(found, 300)}: {where}"
 
     def _wrong(self, i: int, leaf: Any, sizes: Mapping[str, Any]) -> ValueError:
         kind = self.kinds[i]
@@ -349,8 +350,3 @@ def _argument(path: Path) -> str:
 def _described(leaf: Any) -> ArrayKind | Unquoted:
     is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     return ArrayKind.of(leaf) if is_array else Unquoted(type(leaf).__name__)
-
-
-def cut(text: str, limit: int = 300) -> str:
-    """A text for a message, cut to ``limit`` characters."""
-    return text if len(text) <= limit else f"{text[:limit]}…"

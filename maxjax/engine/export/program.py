@@ -14,9 +14,9 @@ from jax.core import Tracer
 from ...errors import CheckpointMismatchError, UserInputError, printable
 from ...graph import compile_cache
 from ...paths import local_path
-from ...rendering.row import counted
+from ...rendering.row import counted, short
 from ...storage.limits import Limits, in_force
-from .arguments import Arguments, Binder, ModelArrays, Path, cut
+from .arguments import Arguments, Binder, ModelArrays, Path
 from .file import ProgramHeader, open_program, unreadable
 
 
@@ -91,7 +91,9 @@ class ExportedProgram:
         self.inputs = header.inputs.restore(map(_type, arguments))
         self.outputs = header.outputs.restore(map(_type, exported.out_avals))
         takes = header.inputs.show(arguments)[1:-1].rstrip(",")
-        self._shown = f"{cut(takes)}) -> {cut(header.outputs.show(exported.out_avals))}"
+        self._shown = (
+            f"{short(takes, 300)}) -> {short(header.outputs.show(exported.out_avals), 300)}"
+        )
         self._header, self._path = header, path
         self._arguments = Arguments(header.name, header.inputs, arguments)
         self._run = jax.jit(exported.call)

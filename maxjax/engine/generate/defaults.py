@@ -19,7 +19,7 @@ from ...errors import (
 from ...models.config import read_object
 from ...storage.files import is_there
 from ...storage.save.beside import Files
-from ..sampling.settings import Sampling, eos_token_ids
+from ..sampling.settings import Sampling, eos_token_ids, positive
 
 FILE = "generation_config.json"
 # The max_length that old versions of transformers wrote into every config.json: it means unset.
@@ -170,9 +170,7 @@ def end_tokens(directory: Path | Files, config: Mapping[str, Any]) -> tuple[int,
 
 def _count(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
-    if value is None or (type(value) is int and value > 0):
-        return value
-    raise UserInputError(f"{name} is {str(value)[:60]}: it must be a positive integer")
+    return None if value is None else positive(name, value)
 
 
 def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from ...errors import UserInputError
 from ...graph.placement.mesh import abstract_mesh
 from ...graph.placement.specs import BATCH, axis_of, batch_axes, names_in
 from ...models import name_rules as names
+from ...rendering.row import bytes_text
 from .footprint import Footprint, TensorGroup, cache_bytes
 from .options import PlanRequest
 from .topology import AcceleratorKind
@@ -48,7 +49,7 @@ class Suggestion:
     def __str__(self) -> str:
         dtype = f" with dtype={self.dtype}" if self.dtype else ""
         total = self.bytes_per_device + self.cache_bytes_per_device
-        return f"{mesh_text(self.mesh, self.devices)}{dtype}: {bytes_text(total)} on each device"
+        return f"{mesh_text(self.mesh, self.devices)}{dtype}: {exact_bytes(total)} on each device"
 
 
 @dataclass(frozen=True)
@@ -222,21 +223,20 @@ def problem(weights: int, cached: int, temporaries: int, hbm: int) -> str:
 
     Example:
         >>> problem(20 << 30, 1 << 30, 0, 16 << 30)
-        'the weights alone take 20.00 GiB of the 16.00 GiB of a device'
+        'the weights alone take 20 GiB of the 16 GiB of a device'
         >>> problem(10 << 30, 4 << 30, 3 << 30, 16 << 30)
-        'weights of 10.00 GiB, a cache of 4.00 GiB and temporaries of 3.00 GiB take 17.00 GiB of the
-        16.00 GiB of a device'
+        'weights of 10 GiB, a cache of 4 GiB and temporaries of 3 GiB take 17 GiB of the 16 GiB of a device'
     """
     parts = {"weights": weights, "cache": cached, "temporaries": temporaries}
-    room = f"of the {gib(hbm)} of a device"
+    room = f"of the {bytes_text(hbm)} of a device"
     for name, nbytes in parts.items():
         if nbytes > hbm:
-            return f"the {name} alone take{'s' * (name == 'cache')} {gib(nbytes)} {room}"
-    words = [f"weights of {gib(weights)}"]
-    words += [f"a cache of {gib(cached)}"] if cached else []
-    words += [f"temporaries of {gib(temporaries)}"] if temporaries else []
+            return f"the {name} alone take{'s' * (name == 'cache')} {bytes_text(nbytes)} {room}"
+    words = [f"weights of {bytes_text(weights)}"]
+    words += [f"a cache of {bytes_text(cached)}"] if cached else []
+    words += [f"temporaries of {bytes_text(temporaries)}"] if temporaries else []
     text = f"{', '.join(words[:-1])} and {words[-1]}" if words[1:] else words[0]
-    return f"{text} take {gib(sum(parts.values()))} {room}"
+    return f"{text} take {bytes_text(sum(parts.values()))} {room}"
 
 
 # --- the smallest ---------------------------------------------------------------------------------
@@ -309,15 +309,9 @@ def mesh_text(mesh: dict[str, int], devices: int) -> str:
     return f"mesh {axes} ({count})" if mesh else count
 
 
-def bytes_text(n: int) -> str:
-    """A number of bytes, and the same in MiB or GiB."""
-    unit, size = ("GiB", 1 << 30) if n >= 1 << 30 else ("MiB", 1 << 20)
-    return f"{n:,} bytes ({n / size:,.2f} {unit})"
-
-
-def gib(n: int) -> str:
-    """A number of bytes in MiB or GiB."""
-    return f"{n / (1 << 30):,.2f} GiB" if n >= 1 << 30 else f"{n / (1 << 20):,.2f} MiB"
+def exact_bytes(n: int) -> str:
+    """A number of bytes, and the same in the unit that suits it."""
+    return f"{n:,} bytes ({bytes_text(n)})" if n >= 1024 else bytes_text(n)
 
 
 # The largest batch that is tried.

@@ -15,13 +15,6 @@ from ...graph.placement.mesh import AXES, abstract_mesh, axis_name
 from ...models.weights import named_dtype
 from ...nn.kv_cache.cache import check_cache_dtype
 
-_UNITS = {"B": 1} | {
-    f"{prefix}{end}": base**power
-    for end, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGTP", 1)
-}
-_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -92,25 +85,3 @@ def read_dtype(option: str, dtype: Any) -> DType | None:
     elif not found.is_float():
         raise UserInputError(f"dtype must be a float type, not {found.name}")
     return found
-
-
-def parse_bytes(size: int | str | None) -> int | None:
-    """Parses a number of bytes with or without a unit.
-
-    Raises:
-        UserInputError: ``size`` is not a size, or not positive.
-
-    Example:
-        >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes(1024)
-        (80000000000, 1610612736, 1024)
-    """
-    if size is None:
-        return None
-    if type(size) is int and size > 0:
-        return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    factor = units.get(match[2].lower() or "b") if match else None
-    if match and factor and (found := int(float(match[1]) * factor)) > 0:
-        return found
-    raise UserInputError(f"hbm={size!r} is not a size of memory: write it as 80GB or 16GiB")

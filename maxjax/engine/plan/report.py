@@ -22,25 +22,25 @@ from ...models import name_rules as names
 from ...nn.layer import Module
 from ...nn.layer.place import UNKNOWN_SIZES
 from ...rendering.rendered import Rendered, guarded, memory_bar, tree
-from ...rendering.row import Row
-from ...rendering.row import bytes_text as short_bytes
+from ...rendering.row import Row, bytes_text
 from ...storage.hub import checkpoint_path
 from ...storage.limits import Limits, allowing
+from ...storage.safetensors.writer import size_in_bytes
+from ..sampling.settings import positive
 from .compiled import ProgramMemory, Programs
 from .footprint import Footprint, TensorGroup, of_checkpoint, of_module
 from .meshes import (
     MeshChoice,
     Suggestion,
-    bytes_text,
     cache_of,
-    gib,
+    exact_bytes,
     largest,
     mesh_text,
     problem,
     ranked,
     suggest,
 )
-from .options import PlanRequest, parse_bytes, read_dtype, read_mesh
+from .options import PlanRequest, read_dtype, read_mesh
 from .topology import Topology, memory_of_kind
 
 _LARGEST, _SHOWN_MESHES = 10, 5
@@ -150,13 +150,13 @@ class Plan(Rendered):
 def _summary(plan: Plan) -> str:
     on = f" of {plan.device}" if plan.device else ""
     cache = plan.cache_bytes_per_device
-    held = f"{gib(plan.bytes_per_device)} of weights{f' and {gib(cache)} of cache' * bool(cache)}"
+    held = f"{bytes_text(plan.bytes_per_device)} of weights{f' and {bytes_text(cache)} of cache' * bool(cache)}"
     parts = [f"{mesh_text(plan.mesh, plan.devices)}{on}", f"{held} on each device"]
     if plan.temporaries_per_device:
-        parts.append(f"{gib(plan.temporaries_per_device)} of temporaries")
+        parts.append(f"{bytes_text(plan.temporaries_per_device)} of temporaries")
     if plan.hbm is not None:
         fits = {True: "fits", False: f"does not fit: {plan.why}", None: "not known whether it fits"}
-        parts.append(f"of {gib(plan.hbm)}: {fits[plan.fits]}")
+        parts.append(f"of {bytes_text(plan.hbm)}: {fits[plan.fits]}")
     if plan.suggestion is not None:
         parts.append(f"what fits: {plan.suggestion}")
     return f"Plan({'; '.join(parts)})"
@@ -167,7 +167,7 @@ def _page(plan: Plan) -> str:
         Row(
             kind.name, "", kind.dtype, kind.shape, kind.count * math.prod(kind.shape), kind.bytes,
             notes=(*([f"{kind.count:,} tensors"] if kind.count > 1 else []), kind.spec,
-                   f"{short_bytes(kind.bytes_per_device)} on each device", *filter(None, [kind.why])),
+                   f"{bytes_text(kind.bytes_per_device)} on each device", *filter(None, [kind.why])),
             is_array=True,
         )
         for kind in plan.kinds
@@ -195,16 +195,16 @@ def parts(plan: Plan) -> Iterator[str | Table]:
     yield f"{mesh_text(plan.mesh, plan.devices)}{on}; {plan.basis}"
     yield ""
     rows = [
-        ["weights", bytes_text(plan.total_bytes)],
-        ["on each device", bytes_text(plan.bytes_per_device)],
+        ["weights", exact_bytes(plan.total_bytes)],
+        ["on each device", exact_bytes(plan.bytes_per_device)],
     ]
     if plan.cache_bytes_per_device:
-        rows.append(["and its cache", bytes_text(plan.cache_bytes_per_device)])
+        rows.append(["and its cache", exact_bytes(plan.cache_bytes_per_device)])
     for one in plan.programs:
-        text = f"{bytes_text(one.temporaries + one.results)} of temporaries"
+        text = f"{exact_bytes(one.temporaries + one.results)} of temporaries"
         rows.append([one.program, one.refused or f"{text}, compiled in {one.seconds:.1f} s"])
     if plan.hbm is not None:
-        rows.append(["a device has", bytes_text(plan.hbm)])
+        rows.append(["a device has", exact_bytes(plan.hbm)])
         rows.append(["fits", {True: "yes", False: "no", None: "not known"}[plan.fits]])
     if plan.fits is False:
         rows.append(["because", plan.why])
@@ -249,8 +249,8 @@ _MESH_HEAD = ["  mesh", "fits", "on a device", "read a token", "collectives", "s
 def _mesh_row(one: MeshChoice) -> list[str]:
     axes = ",".join(f"{axis}={size}" for axis, size in one.mesh.items())
     fits = {True: "yes", False: "no", None: "-"}[one.fits]
-    return [f"  {axes}", fits, gib(one.taken), gib(one.bytes_read), f"{one.collectives:,}",
-            gib(one.bytes_sent), one.why.partition("; ")[0]]  # fmt: skip
+    return [f"  {axes}", fits, bytes_text(one.taken), bytes_text(one.bytes_read), f"{one.collectives:,}",
+            bytes_text(one.bytes_sent), one.why.partition("; ")[0]]  # fmt: skip
 
 
 def plan(
@@ -303,7 +303,7 @@ def plan(
         >>> found.bytes_per_device, found.total_bytes, found.fits
         (49152, 196608, False)
         >>> print(found.suggestion)
-        mesh model=4 (4 devices) with dtype=bfloat16: 24,576 bytes (0.02 MiB) on each device
+        mesh model=4 (4 devices) with dtype=bfloat16: 24,576 bytes (24 KiB) on each device
     """
     topology = _topology(device, compile)
     grid = None if mesh is None and topology is not None else read_mesh(mesh, rules)
@@ -313,15 +313,13 @@ def plan(
         )
     if (batch is None) != (length is None):
         raise UserInputError("batch= and length= belong together: pass both, or neither")
-    for option, value in (("batch", batch), ("length", length)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise UserInputError(f"{option}={value!r} is not a positive integer")
+    if batch is not None:
+        batch, length = positive("batch", batch), positive("length", length)
+    hbm = None if hbm is None else size_in_bytes(hbm, "hbm")
     request = PlanRequest(
         read_dtype("dtype", dtype), batch, length, read_dtype("cache_dtype", cache_dtype)
     )
-    run = lambda source: _plan(
-        source, grid, request, parse_bytes(hbm), topology, compile is not None, rules
-    )
+    run = lambda source: _plan(source, grid, request, hbm, topology, compile is not None, rules)
     if isinstance(model_or_path, Module):
         return run(of_module(model_or_path, rules))
     if not isinstance(model_or_path, (str, bytes, os.PathLike, FileWeights)):

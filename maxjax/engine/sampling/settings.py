@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ...elsewhere import meant
 from ...errors import UnknownArgumentError, UserInputError
+from ...rendering.row import short
 
 _LOG = logging.getLogger("maxjax")
 _LAST_TOKEN = 2**31 - 1
@@ -252,7 +253,7 @@ def positive(name: str, value: Any) -> int:
         maxjax.errors.UserInputError: batch_size is 0: it must be a positive integer
     """
     if not is_count(value):
-        raise UserInputError(f"{name} is {value!r}: it must be a positive integer")
+        raise _refused(name, value, "it must be a positive integer")
     return int(value)
 
 
@@ -274,8 +275,7 @@ def _refused(name: str, value: Any, expected: str) -> UserInputError:
         shown = repr(value)
     except ValueError:  # an integer with more digits than Python converts to a str
         shown = "a very large integer"
-    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
-    return UserInputError(f"{name} is {shown}: {expected}")
+    return UserInputError(f"{name} is {short(shown)}: {expected}")
 
 
 def _number(name: str, value: Any, lowest: float, highest: float, text: str) -> float:

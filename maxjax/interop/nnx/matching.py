@@ -197,17 +197,18 @@ class Matching:
         diff = self.diff
         groups = []
         if strict and diff.missing:
-            shown = [self._missing(name) for name in diff.missing[:_SHOWN]]
-            groups.append(f"{len(diff.missing)} missing: {_shown(shown, len(diff.missing))}")
+            groups.append(
+                f"{len(diff.missing)} missing: {some(diff.missing, _SHOWN, self._missing)}"
+            )
         if strict and diff.unexpected:
-            names = [f"'{name}'" for name in diff.unexpected]
-            groups.append(f"{len(names)} unexpected: {some(names, _SHOWN)}")
+            listed = some(diff.unexpected, _SHOWN, "'{}'".format)
+            groups.append(f"{len(diff.unexpected)} unexpected: {listed}")
         if diff.shapes:
-            shown = [self._differing(one) for one in diff.shapes[:_SHOWN]]
-            groups.append(f"{len(diff.shapes)} of another shape: {_shown(shown, len(diff.shapes))}")
+            listed = some(diff.shapes, _SHOWN, self._differing)
+            groups.append(f"{len(diff.shapes)} of another shape: {listed}")
         if diff.dtypes:
-            shown = [self._differing(one) for one in diff.dtypes[:_SHOWN]]
-            groups.append(f"{len(diff.dtypes)} of another dtype: {_shown(shown, len(diff.dtypes))}")
+            listed = some(diff.dtypes, _SHOWN, self._differing)
+            groups.append(f"{len(diff.dtypes)} of another dtype: {listed}")
         groups += [f"also: {some(diff.others, _SHOWN)}"] if diff.others else []
         problem = f"the checkpoint does not fit the module: {'; '.join(groups)}"
         error = CheckpointMismatchError(problem, path=path, hint=self._hint())
@@ -247,11 +248,6 @@ class Matching:
         )
         name = f"'{one.name}'" + ("" if one.tensor == one.name else f" (from '{one.tensor}')")
         return f"{name} is {found} and must be {expected}"
-
-
-def _shown(shown: list[str], total: int) -> str:
-    more = total - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _agree(one: tuple[str, WeightData, Route], other: tuple[str, WeightData, Route]) -> bool:

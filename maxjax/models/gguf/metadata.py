@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CheckpointFormatError, CheckpointLimitError, UnsupportedModelError
+from ...errors import CheckpointFormatError, CheckpointLimitError, UnsupportedModelError, shown
 from ..config import MAX_SIZE
-from ..config import short as short
 
 # Upper bounds, as in the model families, because names and lists are made for each layer and expert.
 MAX_LAYERS = 1000
@@ -121,8 +120,8 @@ class Settings:
         if value is not default:
             odd = next((i for i, item in enumerate(value) if type(item) is not kind), None)
             if odd is not None:
-                found = f"{short(value[odd])} at {odd}"
-                raise self.wrong(key, f"a list of {kind.__name__}", found, shown=True)
+                found = f"{shown(value[odd])} at {odd}"
+                raise self.wrong(key, f"a list of {kind.__name__}", found, is_text=True)
         return value
 
     def firsts(self, keys: Collection[str]) -> Settings:
@@ -161,14 +160,14 @@ class Settings:
         found: Any,
         problem: str = "has the wrong type",
         *,
-        shown: bool = False,
+        is_text: bool = False,
     ) -> CheckpointFormatError:
         """Makes the error for a value that cannot be used."""
         return CheckpointFormatError(
             f"metadata key '{self.prefix}{key}' {problem}",
             path=self.path,
             expected=expected,
-            found=found if shown else short(found),
+            found=found if is_text else shown(found),
         )
 
     def unsupported(self, what: str) -> UnsupportedModelError:
@@ -204,7 +203,7 @@ class Settings:
         if odd is not None and type(odd) is int:
             raise self.unsupported(
                 f"a model whose layers differ in '{self.prefix}{key}' "
-                f"({short(values[0])} and {short(odd)})"
+                f"({shown(values[0])} and {shown(odd)})"
             )
         return values[0] if odd is None else odd
 

@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-from ...errors import CheckpointFormatError, UnsupportedModelError
+from ...errors import CheckpointFormatError, UnsupportedModelError, shown
 from ...nn.activation import ACTIVATIONS
 from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
 from ..config import ModelConfig, config_field, field_value, quantization_settings, unsupported_in
@@ -36,6 +36,8 @@ from .rotary import Rope, read_rope
 
 # The kinds of layers in "layer_types".
 FULL, SLIDING = "full_attention", "sliding_attention"
+# The kinds of MLPs in "mlp_layer_types": with experts if sparse.
+DENSE, SPARSE = "dense", "sparse"
 _MOST_LAYERS = 1000
 
 
@@ -94,6 +96,46 @@ def every_nth_is_0(layers: int, n: int) -> tuple[int, ...]:
     return tuple(int((i + 1) % n != 0) for i in range(layers))
 
 
+def full_every(n: int, count: int, other: str = SLIDING) -> tuple[str, ...]:
+    """Return the kinds of ``count`` layers of which every n-th has full attention, and the others are ``other``.
+
+    Example:
+        >>> full_every(2, 3)
+        ('sliding_attention', 'full_attention', 'sliding_attention')
+    """
+    return tuple(other if (i + 1) % n else FULL for i in range(count))
+
+
+def positive_integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive integer of a file; ``default`` if the file has null or does not have the key.
+
+    Example:
+        >>> positive_integer({"expand": None}, "expand", 2)
+        2
+        >>> positive_integer({"expand": "2"}, "expand")
+        Traceback (most recent call last):
+        ...
+        ValueError: 'expand' is '2', not a positive integer
+    """
+    value = default if raw.get(key) is None else raw.get(key)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"'{key}' is {shown(value)}, not a positive integer")
+    return value
+
+
+def dense_then_sparse(raw: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the kind of each layer's MLP: dense in the first ``first_k_dense_replace`` layers, then with experts.
+
+    It is None if the file has ``mlp_layer_types``, or no number of dense layers.
+    """
+    dense = raw.get("first_k_dense_replace")
+    if raw.get("mlp_layer_types") is not None or dense is None:
+        return None
+    if type(dense) is not int or dense < 0:
+        raise ValueError(f"'first_k_dense_replace' is {shown(dense)}, not a number of layers")
+    return tuple(DENSE if i < dense else SPARSE for i in range(layer_count(raw)))
+
+
 def rope_layers(raw: Mapping[str, Any], interval: int = 4) -> tuple[int, ...]:
     """Return for each layer whether it has RoPE (1) or not (0): as ``no_rope_layers`` lists, or all but every n-th.
 
@@ -104,20 +146,13 @@ def rope_layers(raw: Mapping[str, Any], interval: int = 4) -> tuple[int, ...]:
     Raises:
         ValueError: a value is of the wrong type.
     """
-    # The interval is read in any case, so that no warning names it.
-    given, listed, count = (
-        raw.get("no_rope_layer_interval"),
-        raw.get("no_rope_layers"),
-        layer_count(raw),
-    )
+    raw.get("no_rope_layer_interval")  # read in any case, so that no warning names it
+    listed, count = raw.get("no_rope_layers"), layer_count(raw)
     if listed is not None and listed != []:
         if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
             raise ValueError("'no_rope_layers' is not a list of numbers")
         return tuple(int(bool(one)) for one in listed[:count])
-    n = interval if given is None else given
-    if count and (type(n) is not int or n < 1):
-        raise ValueError(f"'no_rope_layer_interval' is {str(n)[:60]}, not a positive integer")
-    return every_nth_is_0(count, n)
+    return every_nth_is_0(count, positive_integer(raw, "no_rope_layer_interval", interval))
 
 
 def refuse(raw: Mapping[str, Any], supported: Mapping[str, Any], what: str) -> None:
@@ -192,12 +227,11 @@ class ArchitectureConfig(ModelConfig):
                 )
 
     def _check_layer_types(self) -> None:
-        """Raise ValueError if ``layer_types`` does not have one entry for each layer."""
-        kinds = getattr(self, "layer_types", None)
-        if kinds is not None and len(kinds) != self.num_hidden_layers:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"'layer_types' has {len(kinds)} entries for {self.num_hidden_layers} layers"  # type: ignore[attr-defined]
-            )
+        """Raise ValueError if a list of the kinds of layers does not have one entry for each."""
+        for name in ("layer_types", "mlp_layer_types"):
+            kinds, count = getattr(self, name, None), getattr(self, "num_hidden_layers", 0)
+            if kinds is not None and len(kinds) != count:
+                raise ValueError(f"'{name}' has {len(kinds)} entries for {count} layers")
 
     def _check_layer_numbers(self) -> None:
         """Raise ValueError if a list of layers has a number that no layer has."""
@@ -409,8 +443,9 @@ class LanguageModelConfig(ArchitectureConfig):
         return next((name for name in names if hasattr(self, name)), None)
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP: by default, each layer of a model that has experts."""
-        return self._experts_name is not None
+        """Whether a layer has experts in place of its MLP: by ``mlp_layer_types``, or each if there are experts."""
+        kinds = getattr(self, "mlp_layer_types", None)
+        return self._experts_name is not None if kinds is None else kinds[layer] == SPARSE
 
     def states(self, layer: int) -> Mapping[str, KeysValues | States | Shared]:
         """What the cache holds for a layer, by the name of the layer's group in the cache."""

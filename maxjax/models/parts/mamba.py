@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...nn.kv_cache.kinds import State, States
+from .config import positive_integer
 
 
 def mamba_states(
@@ -116,15 +117,16 @@ def read_mamba_head_dim(raw: Mapping[str, Any], heads: int, inner: int | None = 
         >>> read_mamba_head_dim({"hidden_size": 16, "mamba_n_heads": 4, "mamba_d_head": "auto"}, 128)
         8
     """
-    given, expand = raw.get("mamba_d_head"), raw.get("mamba_expand")
+    raw.get("mamba_expand")  # read in any case, so that no warning names it
+    given = raw.get("mamba_d_head")
     if given not in (None, "auto"):
         return given
-    count, size = (raw.get(key) for key in ("mamba_n_heads", "hidden_size"))
-    count, expand = heads if count is None else count, 2 if expand is None else expand
-    for key, one in (("mamba_expand", expand), ("mamba_n_heads", count), ("hidden_size", size)):
-        if type(one) is not int or one < 1:
-            raise ValueError(f"{key!r} is not a positive integer")
-    inner = int(expand) * int(size or 0) if inner is None else inner
+    expand, count = (
+        positive_integer(raw, "mamba_expand", 2),
+        positive_integer(raw, "mamba_n_heads", heads),
+    )
+    size = positive_integer(raw, "hidden_size")
+    inner = expand * size if inner is None else inner
     if inner % count:
         raise ValueError(f"'mamba_n_heads' {count} does not divide {inner} features")
     return inner // count

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dtype import DType
-from ...errors import CheckpointFormatError, UnsupportedModelError
+from ...errors import CheckpointFormatError, UnsupportedModelError, shown
 from ...graph.weights import WeightData
 from ...nn.layer import ExpertStack, Module
 from ...nn.linear import ColumnParallelLinear, Linear
 from ...nn.quantized import QuantizedLinear, QuantLayout
 from ...nn.stacked_linear import StackedLinear
-from ..config import quantization_settings, short
+from ..config import quantization_settings
 from .layouts import Found, LayoutOf
 from .methods import BLOCKS, METHODS, rounds_floats
 from .methods import with_blocks as with_blocks
@@ -73,7 +73,7 @@ class Quantization:
         if not isinstance(method, str) or method not in METHODS:
             raise UnsupportedModelError(
                 (f"{os.fspath(path)}: " if path is not None else "")
-                + f"'{KEY}' (quant_method {short(method)}); supported are {', '.join(METHODS)}"
+                + f"'{KEY}' (quant_method {shown(method)}); supported are {', '.join(METHODS)}"
             )
         return cls(method, METHODS[method](settings), settings)
 

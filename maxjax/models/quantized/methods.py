@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from ...dtype import DType
-from ...errors import CheckpointFormatError
+from ...errors import CheckpointFormatError, shown
 from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
 from ...patterns import NameTable
-from ..config import short
 from ..names import TEXT_PREFIX
 from .layouts import (
     FLOATS8,
@@ -133,7 +132,7 @@ def _targets(group: QuantSettings) -> list[str]:
 
 def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
     if kind not in _COMPRESSED:
-        raise group.refused(f"format {short(kind)}", tuple(_COMPRESSED))
+        raise group.refused(f"format {shown(kind)}", tuple(_COMPRESSED))
     weights = group.part("weights")
     if weights is None:
         raise group.refused("no weights")
@@ -164,7 +163,7 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
         else ("tensor", "channel", "group", "block")
     )
     if strategy not in known:
-        raise weights.refused(f"strategy {short(strategy)}", known)
+        raise weights.refused(f"strategy {shown(strategy)}", known)
     block = weights.pair("block_structure") if strategy == "block" else None
     if strategy == "block" and block is None:
         raise weights.refused("block_structure null")
@@ -284,7 +283,7 @@ def _gptq_layout(settings: QuantSettings) -> LayoutOf:
     settings.only("pack_dtype", "int32")
     for key in ("rotation", "is_marlin_format"):  # other weights, other tensors
         if value := settings.raw.get(key):
-            raise settings.refused(f"{key} {short(value)}")
+            raise settings.refused(f"{key} {shown(value)}")
     ordered = settings.get("desc_act", bool, False)
     size = settings.get("group_size", int, -1)
     if size != -1:

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import CheckpointFormatError, UnsupportedModelError
-from ..config import short
+from ...errors import CheckpointFormatError, UnsupportedModelError, shown
 
 KEY = "quantization_config"
 """The key of ``config.json`` that describes how a checkpoint is quantised."""
@@ -39,7 +38,7 @@ class QuantSettings:
             names = " or ".join(kind.__name__ for kind in kinds)
             raise CheckpointFormatError(
                 f"'{key}' of '{self.where}' has the wrong type", path=self.path,
-                expected=names, found=short(value),
+                expected=names, found=shown(value),
             )  # fmt: skip
         return value
 
@@ -52,7 +51,7 @@ class QuantSettings:
         value = self.raw.get(key)
         value = (known[0] if default is None else default) if value is None else value
         if not any(value == one and type(value) is type(one) for one in known):
-            raise self.refused(f"{key} {short(value)}", known)
+            raise self.refused(f"{key} {shown(value)}", known)
         return value
 
     def changed(self, **values: Any) -> QuantSettings:
@@ -63,7 +62,7 @@ class QuantSettings:
         """The error for a setting that is not supported."""
         where = f"{os.fspath(self.path)}: " if self.path is not None else ""
         hint = f" (supported: {', '.join(map(str, known))})" if known else ""
-        method = short(self.raw.get("quant_method", ""))
+        method = shown(self.raw.get("quant_method", ""))
         of = f"quant_method {method}" if "quant_method" in self.raw else self.where
         return UnsupportedModelError(f"{where}'{KEY}' ({of}) with {what}{hint}")
 
@@ -101,6 +100,6 @@ def positive(settings: QuantSettings, key: str, default: int | None = None) -> i
     if value is None or value < 1:
         raise CheckpointFormatError(
             f"'{key}' of '{settings.where}' is not a positive integer", path=settings.path,
-            found=short(value) if value is not None else "none",
+            found=shown(value) if value is not None else "none",
         )  # fmt: skip
     return value

@@ -16,7 +16,7 @@ from ..entry import TensorEntry
 from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits
 from .names import WIDTHS, Storage, Tensor, find, persistent
-from .pickle_machine import Reader, shown
+from .pickle_machine import Reader, described
 from .pickles import read_pickle
 from .tensors import Entries, Stored
 from .tree import flatten
@@ -74,17 +74,17 @@ class _Legacy:
         for what, expected in (("magic number", MAGIC), ("version of the format", _VERSION)):
             value, offset = self._plain()
             if type(value) is not int or value != expected:
-                raise self._error(what, offset, expected, shown(value))
+                raise self._error(what, offset, expected, described(value))
         system, offset = self._plain()
         if type(system) is not dict:
-            raise self._error("system information", offset, "a dict", shown(system))
+            raise self._error("system information", offset, "a dict", described(system))
         offset = self.at
         value = self._pickle(find, self._persistent)
         where = {"path": self.file.path, "offset": offset, "nbytes": self.at - offset}
         self.found, self.metadata = flatten(value, limits=self.limits, **where)
         self.keys, self.keys_at = self._plain()
         if type(self.keys) is not list or not all(type(key) is str for key in self.keys):
-            found = shown(self.keys)
+            found = described(self.keys)
             raise self._error("keys of the storages", self.keys_at, "a list of texts", found)
         self.is_read = True
 

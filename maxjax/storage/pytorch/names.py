@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dtype import DType
-from .pickle_machine import Reader, Token, shown
+from .pickle_machine import Reader, Token, described
 
 
 # Not frozen, which would take four times as long to make: there may be 200,000.
@@ -55,7 +55,7 @@ def _parameter(reader: Reader, arguments: tuple) -> Any:
     """Replaces a parameter by its tensor."""
     if not arguments or type(arguments[0]) is not Tensor:
         found = arguments[0] if arguments else ()
-        raise reader.error("the data of a parameter", "a tensor", shown(found))
+        raise reader.error("the data of a parameter", "a tensor", described(found))
     return arguments[0]
 
 
@@ -64,11 +64,11 @@ def _from_type(reader: Reader, arguments: tuple) -> Any:
     function = arguments[0] if arguments else None
     if type(function) is not Token or function.module != "torch._utils" or not function.reduce:
         expected = "a function that makes a tensor"
-        raise reader.error("a tensor with attributes", expected, shown(function))
+        raise reader.error("a tensor with attributes", expected, described(function))
     if len(arguments) != 4 or type(arguments[2]) is not tuple:
-        raise reader.error("a tensor with attributes", "4 arguments", shown(arguments))
+        raise reader.error("a tensor with attributes", "4 arguments", described(arguments))
     if type(arguments[1]) is not Token or arguments[1].value != "class":
-        raise reader.error("the class of a tensor", "torch.Tensor", shown(arguments[1]))
+        raise reader.error("the class of a tensor", "torch.Tensor", described(arguments[1]))
     return function.reduce(reader, arguments[2])
 
 
@@ -76,11 +76,11 @@ def _ordered_dict(reader: Reader, arguments: tuple) -> dict:
     """An empty OrderedDict, or as Python 2 writes it, one with a list of items."""
     items = arguments[0] if arguments else []
     if len(arguments) > 1 or type(items) is not list:
-        raise reader.error("the arguments of OrderedDict", "none", shown(arguments))
+        raise reader.error("the arguments of OrderedDict", "none", described(arguments))
     result: dict = {}
     for item in items:
         if type(item) not in (list, tuple) or len(item) != 2:
-            raise reader.error("an item of an OrderedDict", "a key and a value", shown(item))
+            raise reader.error("an item of an OrderedDict", "a key and a value", described(item))
         reader.check_key(item[0])
         result[item[0]] = item[1]
     return result
@@ -91,7 +91,7 @@ def _single_argument(kind: type) -> Callable[[Reader, tuple], Any]:
 
     def reduce(reader: Reader, arguments: tuple) -> Any:
         if not arguments or type(arguments[0]) is not kind:
-            raise reader.error("the argument of a call", kind.__name__, shown(arguments))
+            raise reader.error("the argument of a call", kind.__name__, described(arguments))
         return arguments[0]
 
     return reduce
@@ -104,12 +104,12 @@ def _encode(reader: Reader, arguments: tuple) -> bytes:
             return arguments[0].encode("latin-1")
         except UnicodeEncodeError:
             pass
-    raise reader.error("the arguments of encode", "bytes as latin1 text", shown(arguments))
+    raise reader.error("the arguments of encode", "bytes as latin1 text", described(arguments))
 
 
 def _bytes(reader: Reader, arguments: tuple) -> bytes:
     if arguments:
-        raise reader.error("the arguments of bytes", "none", shown(arguments))
+        raise reader.error("the arguments of bytes", "none", described(arguments))
     return b""
 
 
@@ -119,13 +119,13 @@ def _bytearray(reader: Reader, arguments: tuple) -> bytes:
         return _encode(reader, arguments)
     data, *more = arguments or (b"",)
     if more or type(data) is not bytes:
-        raise reader.error("the arguments of bytearray", "bytes", shown(arguments))
+        raise reader.error("the arguments of bytearray", "bytes", described(arguments))
     return data
 
 
 def _complex(reader: Reader, arguments: tuple) -> complex:
     if [type(part) for part in arguments] != [float, float]:
-        raise reader.error("the arguments of complex", "two floats", shown(arguments))
+        raise reader.error("the arguments of complex", "two floats", described(arguments))
     return complex(*arguments)
 
 
@@ -238,10 +238,10 @@ def find(module: str, name: str) -> Token | None:
 def persistent(reader: Reader, identity: Any) -> Storage:
     """The storage that a persistent id stands for: ("storage", class, key, location, numel)."""
     if type(identity) is not tuple or len(identity) not in (5, 6):
-        raise reader.error("a persistent id", "that of a storage", shown(identity))
+        raise reader.error("a persistent id", "that of a storage", described(identity))
     word, kind, key, _, numel, *view = identity
     if type(word) is not str or word != "storage":
-        raise reader.error("a persistent id", "that of a storage", shown(word))
+        raise reader.error("a persistent id", "that of a storage", described(word))
     if type(kind) is not Token or not kind.name.endswith("Storage"):
-        raise reader.error("the class of a storage", "a storage class", shown(kind))
+        raise reader.error("the class of a storage", "a storage class", described(kind))
     return Storage(kind, key, numel, view[0] if view else None, reader.where(reader.op))

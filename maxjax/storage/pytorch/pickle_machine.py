@@ -12,7 +12,7 @@ from ...errors import (
     CheckpointFormatError,
     CheckpointTruncatedError,
     CheckpointUnsafeError,
-    integer_text,
+    shown,
 )
 from ..files import DOWNLOAD_AGAIN
 from ..limits import Limits, digits_hint
@@ -35,22 +35,16 @@ class Token:
         return f"{self.module}.{self.name}"
 
 
-def shown(value: Any) -> str:
+def described(value: Any) -> str:
     """A value of a pickle as short text, without looking into it.
 
     Example:
-        >>> shown("a"), shown((1, (2, 3))), shown(None)
+        >>> described("a"), described((1, (2, 3))), described(None)
         ("'a'", 'a tuple of 2', 'None')
     """
     if isinstance(value, dict | list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
-    if type(value) is int:
-        return integer_text(value)
-    if isinstance(value, str | bytes):
-        return repr(value[:80]) + ("…" if len(value) > 80 else "")
-    if value is None or isinstance(value, bool | float | Token):
-        return str(value)
-    return f"a {type(value).__name__}"
+    return str(value) if isinstance(value, Token) else shown(value)
 
 
 # --- the size of a value -----------------------------------------------------------------------
@@ -286,7 +280,7 @@ class Reader:
         self.stack.append(value := self.pop())
         if kinds and type(value) not in kinds:
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise self.error("an instruction on a value of another type", wanted, shown(value))
+            raise self.error("an instruction on a value of another type", wanted, described(value))
         return value
 
     def to_mark(self) -> list[Any]:
@@ -319,20 +313,22 @@ class Reader:
             if type(key) is not str:
                 self.check_key(key)
             if key in target:
-                raise self.error("a key occurs twice in one dict", "unique keys", shown(key), key)
+                raise self.error(
+                    "a key occurs twice in one dict", "unique keys", described(key), key
+                )
             target[key] = value
 
     def check_key(self, key: Any) -> None:
         """Refuses a key that a dict should not be asked to hash."""
         if type(key) not in _KEYS:
-            raise self.error("a key of a dict", "text or a number", shown(key))
+            raise self.error("a key of a dict", "text or a number", described(key))
         if type(key) is int and abs(key) >= _HASH_MODULUS:
-            raise self.error("a key of a dict", "a number below 2^61", shown(key))
+            raise self.error("a key of a dict", "a number below 2^61", described(key))
 
     def push_global(self, module: Any, name: Any) -> None:
         """Pushes the token of a global."""
         if type(module) is not str or type(name) is not str:
-            asked = f"{shown(module)}, {shown(name)}"
+            asked = f"{described(module)}, {described(name)}"
             raise self.unsafe("the file asks for a global whose name is not text", asked)
         token = self.tokens(module, name)
         if token is None:
@@ -358,7 +354,7 @@ class Reader:
             raise self._digits(len(digits))
         plain = digits.removeprefix("-")
         if not (plain.isascii() and plain.isdigit()):
-            raise self.error("a number as text", "digits", shown(text))
+            raise self.error("a number as text", "digits", described(text))
         try:
             return int(digits)
         except ValueError:  # the interpreter has a limit of its own

@@ -16,7 +16,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ...lazy import without_collector
 from ..limits import Limits
-from .pickle_machine import Find, Reader, Token, measure, shown
+from .pickle_machine import Find, Reader, Token, described, measure
 
 # Numbers as text of at most this many bytes are read without checking the limit on long ones.
 _SHORT_NUMBER = 20
@@ -141,11 +141,11 @@ def _reduce(reader: Reader) -> None:
     """REDUCE: the value that the table defines for the call."""
     arguments, callee = reader.pop(), reader.pop()
     if type(callee) is not Token:
-        raise reader.error("a call of a value that is not a global", "a global", shown(callee))
+        raise reader.error("a call of a value that is not a global", "a global", described(callee))
     if callee.reduce is None:
         raise reader.unsafe(f"the file calls '{callee}', which weights do not need", str(callee))
     if type(arguments) is not tuple:
-        raise reader.error(f"the arguments of {callee.name}", "a tuple", shown(arguments))
+        raise reader.error(f"the arguments of {callee.name}", "a tuple", described(arguments))
     reader.stack.append(callee.reduce(reader, arguments))
 
 
@@ -153,14 +153,14 @@ def _build(reader: Reader) -> None:
     """BUILD: attributes, which only an OrderedDict may have; they are ignored."""
     state, built = reader.pop(), reader.top()
     if type(built) is not dict or type(state) is not dict:
-        what = f"BUILD of {shown(built)} from {shown(state)}"
+        what = f"BUILD of {described(built)} from {described(state)}"
         raise reader.unsafe("the instruction BUILD sets the state of an object", what)
 
 
 def _persistent(reader: Reader) -> None:
     """BINPERSID: an object outside the pickle, here a storage."""
     if reader.persistent is None:
-        raise reader.error("a persistent id", "none here", shown(reader.top()))
+        raise reader.error("a persistent id", "none here", described(reader.top()))
     reader.stack.append(reader.persistent(reader, reader.pop()))
 
 

@@ -23,7 +23,7 @@ from ..boxes import c_strides
 from ..entry import MAX_DIMS, Checksum, Coding, Nibbles, Strided, TensorEntry, UnknownType
 from ..limits import Limits
 from .names import VIEW, Storage, Tensor
-from .pickle_machine import Token, shown
+from .pickle_machine import Token, described
 
 # Total bytes of tensors that are allowed before the limit `expansion` applies.
 _FREE_BYTES = 1 << 30
@@ -110,12 +110,12 @@ class _TensorParser:
         shape = self._integers("size", sizes)
         steps = self._integers("stride", strides)
         if type(offset) is not int or offset < 0:
-            raise self.error("storage offset: not an offset", "an integer >= 0", shown(offset))
+            raise self.error("storage offset: not an offset", "an integer >= 0", described(offset))
         if len(steps) != len(shape):
             problem = "stride: not as many numbers as the size has"
             raise self.error(problem, f"{len(shape)} numbers", f"{len(steps)} numbers")
         if len(shape) > MAX_DIMS:
-            raise self.error("size: too many dimensions", f"<= {MAX_DIMS}", shown(len(shape)))
+            raise self.error("size: too many dimensions", f"<= {MAX_DIMS}", described(len(shape)))
         self._check_size(shape, dtype)
         steps = _normal(shape, steps)
         span = self._check_span(shape, steps, offset, dtype, stored)
@@ -144,7 +144,7 @@ class _TensorParser:
             raise self.error(problem, expected, str(len(arguments)))
         storage, offset, sizes, strides, *rest = arguments
         if type(storage) is not Storage:
-            raise self.error("storage: not a storage", "a storage", shown(storage))
+            raise self.error("storage: not a storage", "a storage", described(storage))
         kind = storage.kind
         if function.name == "_rebuild_tensor_v3":
             kind = rest.pop(2)
@@ -152,7 +152,7 @@ class _TensorParser:
         if type(dtype) is not DType or type(storage.kind.value) is not DType:
             found = kind if type(dtype) is not DType else storage.kind
             problem = "dtype: unknown or not supported"
-            error = self.error(problem, "a type that JAX has arrays of", shown(found))
+            error = self.error(problem, "a type that JAX has arrays of", described(found))
             if type(found) is not Token:
                 raise error
             dtype = UnknownType(found.name.removesuffix("Storage"), error)
@@ -164,24 +164,24 @@ class _TensorParser:
         """(requires gradients, hooks, bits): the error if one of them changes the values."""
         gradient, hooks, bits = (*rest, *(None, None, None)[len(rest) :])
         if gradient not in (None, True, False) or type(gradient) is int:
-            raise self.error("requires_grad: not a boolean", "True or False", shown(gradient))
+            raise self.error("requires_grad: not a boolean", "True or False", described(gradient))
         if hooks is not None and (type(hooks) is not dict or hooks):
-            raise self.error("backward_hooks: not empty", "an empty dict", shown(hooks))
+            raise self.error("backward_hooks: not empty", "an empty dict", described(hooks))
         if bits is not None and type(bits) is not dict:
-            raise self.error("metadata: not a dict", "a dict", shown(bits))
+            raise self.error("metadata: not a dict", "a dict", described(bits))
         for key, value in (bits or {}).items():
             if value is not False:
                 problem = "metadata: a view that is computed when it is read"
-                return self.error(problem, "False", f"{shown(key)}: {shown(value)}")
+                return self.error(problem, "False", f"{described(key)}: {described(value)}")
         return None
 
     def _integers(self, field: str, values: Any) -> tuple[int, ...]:
         if type(values) is not tuple:
-            raise self.error(f"{field}: not a tuple", "a tuple of integers", shown(values))
+            raise self.error(f"{field}: not a tuple", "a tuple of integers", described(values))
         for value in values:
             # The exact type: True is an int to isinstance.
             if type(value) is not int or value < 0:
-                raise self.error(f"{field}: not a size", "an integer >= 0", shown(value))
+                raise self.error(f"{field}: not a size", "an integer >= 0", described(value))
         return values
 
     # --- the storage ---
@@ -190,7 +190,7 @@ class _TensorParser:
         """Where the storage lies; checks that it has the size that the pickle says."""
         numel, kind = storage.numel, storage.kind.value
         if type(numel) is not int or numel < 0:
-            raise self.error("storage numel: not a size", "an integer >= 0", shown(numel))
+            raise self.error("storage numel: not a size", "an integer >= 0", described(numel))
         nbytes = numel * kind.np.itemsize
         if nbytes > self.all.limits.storage_bytes:
             raise self.over_limit("storage numel: too many bytes", "storage_bytes", nbytes)
@@ -202,7 +202,7 @@ class _TensorParser:
         """Where the storage lies; raises an error if it does not exist."""
         key = storage.key
         if type(key) is not str:
-            raise self.error("storage key: not text", "text", shown(key))
+            raise self.error("storage key: not text", "text", described(key))
         if not _KEY.fullmatch(key):
             raise CheckpointUnsafeError(
                 "storage key: may not lead out of the directory of the storages",
@@ -242,13 +242,15 @@ class _TensorParser:
         if view is None:
             return stored
         if type(view) is not tuple or len(view) != 3:
-            raise self.error("storage view: not a part of a storage", "3 values", shown(view))
+            raise self.error("storage view: not a part of a storage", "3 values", described(view))
         start, size = self._integers("storage view", view[1:])
         if start + size > storage.numel:
             expected = f"at most {storage.numel} values"
             raise self.error("storage view: ends outside its storage", expected, str(start + size))
         if stored.packed is not None:
-            raise self.error("storage view: of a compressed storage", "a stored one", shown(view))
+            raise self.error(
+                "storage view: of a compressed storage", "a stored one", described(view)
+            )
         itemsize = storage.kind.value.np.itemsize
         return Stored(stored.offset + start * itemsize, size * itemsize, stored.checksum)
 
@@ -256,7 +258,7 @@ class _TensorParser:
 
     def _check_size(self, shape: tuple[int, ...], dtype: DType) -> None:
         if prod(shape) >= 2**63:
-            raise self.error("size: too many values", "less than 2^63", shown(prod(shape)))
+            raise self.error("size: too many values", "less than 2^63", described(prod(shape)))
         nbytes = prod(n or 1 for n in shape) * dtype.np.itemsize
         if nbytes > self.all.limits.tensor_bytes:
             problem = "size: too large, even without the dimensions of size 0"
@@ -278,7 +280,7 @@ class _TensorParser:
         if offset + span > available:
             field = "storage offset" if offset >= available else "size and stride"
             problem = f"{field}: the tensor ends after the end of its storage"
-            raise self.error(problem, f"at most {available} values", shown(offset + span))
+            raise self.error(problem, f"at most {available} values", described(offset + span))
         return span
 
     def _check_expansion(self, shape: tuple[int, ...], dtype: DType) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import CheckpointFormatError
 from ..limits import Limits, check_name
 from .names import Storage, Tensor
-from .pickle_machine import Token, shown
+from .pickle_machine import Token, described
 
 # A top-level dict with one of these names is the model if nothing else there holds tensors.
 _WRAPPERS = {"state_dict", "model_state_dict", "model", "module"}
@@ -38,7 +38,7 @@ def flatten(
             path=path,
             offset=offset,
             expected="a dict",
-            found=shown(value),
+            found=described(value),
             hint="Save the state_dict of the model.",
         )
     walk = _Walk(path, offset, nbytes, limits)
@@ -136,7 +136,7 @@ _PLAIN_TYPES = (str, int, float, bool, type(None), bytes, Token)
 def _text(key: Any) -> str:
     if type(key) is bytes:
         return key.decode("utf-8", "backslashreplace")
-    return key if type(key) is str else shown(key)
+    return key if type(key) is str else described(key)
 
 
 def _json(item: Any) -> str:
@@ -145,4 +145,4 @@ def _json(item: Any) -> str:
     # Beyond this the interpreter may refuse to convert a number to decimal.
     if type(item) is int and item.bit_length() < 14_000:
         return str(item)
-    return shown(item)
+    return described(item)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...dtype import DType
-from ...errors import CheckpointMismatchError, UserInputError
+from ...errors import CheckpointMismatchError, UserInputError, shown
 from ..save.outgoing import Outgoing
 from .reader import ENCODINGS
 
@@ -22,8 +22,8 @@ _ORDER = """U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ
 F8_E5M2 I8 U8 F4 BOOL""".split()
 _RANK = {name: rank for rank, name in enumerate(_ORDER)}
 _METADATA = "__metadata__"
-_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)},
-          **{f"{p}IB": 1024**k for k, p in enumerate("KMGT", 1)}}  # fmt: skip
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGTP", 1)},
+          **{f"{p}IB": 1024**k for k, p in enumerate("KMGTP", 1)}}  # fmt: skip
 
 
 def in_order(tensors: Iterable[Outgoing]) -> list[Outgoing]:
@@ -163,8 +163,8 @@ def index(files: Sequence[SetFile]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def size_in_bytes(size: int | str) -> int:
-    """A size as a number of bytes: "5GB" is 5 * 10 ** 9, "5GiB" is 5 * 2 ** 30.
+def size_in_bytes(size: int | str, option: str = "") -> int:
+    """A size as a number of bytes: "5GB" is 5 * 10 ** 9, "5GiB" is 5 * 2 ** 30. Messages name ``option``.
 
     Raises:
         UserInputError: ``size`` is not a size above 0.
@@ -173,9 +173,10 @@ def size_in_bytes(size: int | str) -> int:
         >>> size_in_bytes("5GB"), size_in_bytes("1.5 MiB")
         (5000000000, 1572864)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size), re.IGNORECASE)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?I?B?)\s*", str(size), re.IGNORECASE)
     unit = _UNITS.get(found[2].upper()) if found else None
     nbytes = float(found[1]) * unit if found and unit else 0
-    if isinstance(size, bool) or not 1 <= nbytes < math.inf:
-        raise UserInputError(f"{size!r} is not a size: write a number of bytes, or '5GB', '500MB'")
+    if type(size) not in (int, str) or not 1 <= nbytes < math.inf:
+        given = f"{option}=" * bool(option) + shown(size)
+        raise UserInputError(f"{given} is not a size: write a number of bytes, or '5GB', '16GiB'")
     return int(nbytes)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...errors import CheckpointFormatError, CheckpointLimitError, some
+from ...errors import CheckpointFormatError, CheckpointLimitError, shown, some
 from .limits import MAX_ADDED, MAX_ADDED_BYTES
 
 _LOG = logging.getLogger("maxjax")
@@ -204,20 +204,15 @@ def _number(value: Any, token: Any, origin: str) -> int:
     text = str(value)
     is_number = type(value) in (int, str) and text.isascii() and text.isdigit() and len(text) < 11
     if not is_number or int(text) >= _MAX_ID:
-        raise _wrong(_short(token), "a token id", value, origin)
+        key = token["content"] if isinstance(token, Mapping) else token
+        raise _wrong(key, "a token id", value, origin)
     return int(text)
 
 
 def _wrong(key: str, expected: str, found: Any, origin: str) -> CheckpointFormatError:
     return CheckpointFormatError(
-        f"'{key}' is not a token", path=origin or None, expected=expected, found=_short(found)
+        f"'{key}' is not a token", path=origin or None, expected=expected, found=shown(found)
     )
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Mapping) and isinstance(value.get("content"), str):
-        value = value["content"]
-    return type(value).__name__ if isinstance(value, (Mapping, list)) else repr(value)[:80]
 
 
 def _check_count(count: int, origin: str) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from ...errors import CheckpointLimitError
+from ...errors import CheckpointLimitError, shown
 from ...models.gguf.tokenizer.splits import SPLITTINGS
 from . import trial
 
@@ -75,9 +75,8 @@ def check_expressions(found: Iterable[tuple[str, str]], **where: Any) -> None:
         _TRIED.update(_tried(unknown))
     for pattern, key in keys.items():
         if reason := _TRIED.get(pattern):
-            shown = repr(pattern if len(pattern) <= 60 else pattern[:59] + "…")
             raise CheckpointLimitError(
-                f"'{key}' has an expression that is refused: {shown}: {reason}",
+                f"'{key}' has an expression that is refused: {shown(pattern, 60)}: {reason}",
                 expected=f"at most {trial.SECONDS} s for each text of up to {trial.VERY_LONG} characters",
                 **where,
             )  # fmt: skip

@@ -21,7 +21,7 @@ from maxjax.errors import (
 from maxjax.storage.limits import Limits
 from maxjax.storage.pytorch import pickles
 from maxjax.storage.pytorch.names import find, persistent
-from maxjax.storage.pytorch.pickle_machine import Token, shown
+from maxjax.storage.pytorch.pickle_machine import Token, described
 from maxjax.storage.pytorch.pickles import read_pickle
 from tests.oracles.recorded import recorded, torch
 from tests.properties import examples
@@ -263,9 +263,9 @@ def test_shown_does_not_look_inside():
     laughs: tuple = ()
     for _ in range(100):
         laughs = (laughs, laughs)
-    assert shown(laughs) == "a tuple of 2"
-    assert shown(10**3000) == "an integer of 9966 bits"
-    assert len(shown("x" * 10**6)) < 100
+    assert described(laughs) == "a tuple of 2"
+    assert described(10**3000) == "an integer of 9966 bits"
+    assert len(described("x" * 10**6)) < 100
 
 
 def without_sets(value):

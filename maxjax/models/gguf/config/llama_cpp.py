@@ -12,8 +12,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ....errors import shown
 from ..by_architecture import ByArchitecture
-from ..metadata import short, unsupported
+from ..metadata import unsupported
 
 _COMMON = """
     vocab_size context_length attention.causal embedding_length block_count feed_forward_length
@@ -77,7 +78,7 @@ def check_read(
             continue
         if key not in _SAID:
             raise unsupported(
-                f"'{architecture}.{key}' {short(value)}, which llama.cpp does not read,", path
+                f"'{architecture}.{key}' {shown(value)}, which llama.cpp does not read,", path
             )
         lost.append(f"llama.cpp {_SAID[key].format(value=value)}")
     return lost

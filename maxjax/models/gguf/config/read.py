@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CheckpointFormatError
+from ....errors import CheckpointFormatError, shown
 from ...config import label_names
 from ..by_architecture import ByArchitecture
 from ..metadata import (
@@ -24,7 +24,6 @@ from ..metadata import (
     MAX_LAYERS,
     Settings,
     settings,
-    short,
     token_id,
     unknown_architecture,
     unsupported,
@@ -118,7 +117,7 @@ def hf_config(
     """
     kind = Settings(metadata, "general.", path).text("type", "model")
     if kind != "model":
-        what = f"a GGUF file of the type {short(kind)} (general.type), which holds no model,"
+        what = f"a GGUF file of the type {shown(kind)} (general.type), which holds no model,"
         raise unsupported(what, path)
     given = settings(metadata, path=path)
     architecture = given.prefix[:-1]
@@ -299,7 +298,9 @@ def layer_types(given: Settings, config: Config, period: int) -> list[str]:
     if isinstance(pattern, list):
         slides = given.items(WINDOWS, bool)
         if len(slides) != layers:
-            raise given.wrong(WINDOWS, f"{layers} values", len(slides), "does not fit", shown=True)
+            raise given.wrong(
+                WINDOWS, f"{layers} values", len(slides), "does not fit", is_text=True
+            )
     else:
         period = given.count(WINDOWS, period)
         slides = [bool((i + 1) % period) for i in range(layers)]
@@ -333,7 +334,7 @@ def read_classifier(architecture: str, given: Settings, tensors: Shapes) -> Conf
     names = given.items(LABELS, str, [])
     if names and len(names) != labels:
         raise given.wrong(
-            LABELS, f"{labels} names", len(names), "does not fit the head", shown=True
+            LABELS, f"{labels} names", len(names), "does not fit the head", is_text=True
         )  # fmt: skip
     found = {"architectures": [architecture], "num_labels": labels}
     return {**found, **label_names(names)} if names else found

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from ....dtype import DType
-from ....errors import CheckpointFormatError
+from ....errors import CheckpointFormatError, shown
 from ....graph.weights import GGUFWeights, WeightData
 from ..config.read import answers_yes_or_no, hf_config
 from ..layouts import Same
-from ..metadata import MAX_LAYERS, Settings, settings, short
+from ..metadata import MAX_LAYERS, Settings, settings
 from ..names import ARCHITECTURES, CLASSIFIER, DIVISORS, Table, hf_names
 from ..pieces import computed, rows
 from ..sources import Exact, Relaid
@@ -96,7 +96,7 @@ def _numbers(weights: GGUFWeights, table: GGUFTable) -> dict[str, WeightData]:
         values = given.items(key, float)
         if len(values) != layers or not all(abs(value) < _LARGE for value in values):
             expected = f"{layers} finite numbers, one for each layer"
-            raise given.wrong(key, expected, f"{len(values)}", "does not fit", shown=True)
+            raise given.wrong(key, expected, f"{len(values)}", "does not fit", is_text=True)
         for i, value in enumerate(values):
             full = table.layer.replace("*", str(i)) + name
             found[full] = WeightData.from_numpy(np.full(shape, value, np.float32), full)
@@ -109,9 +109,9 @@ def _original(weights: GGUFWeights, key: str, data: WeightData, narrow: DType | 
     dtype = data.dtype if narrow is None else narrow
     kind = np.dtype(np.uint16) if narrow else dtype.np
     if not isinstance(value, np.ndarray) or (value.dtype, value.shape) != (kind, shape):
-        found = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else short(value)
+        found = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else shown(value)
         given = Settings(weights.metadata, "", weights._path)
-        raise given.wrong(key, f"{kind} {shape}", found, "does not fit its tensor", shown=True)
+        raise given.wrong(key, f"{kind} {shape}", found, "does not fit its tensor", is_text=True)
     return value.view(dtype.np)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from ....errors import CheckpointLimitError, some
-from ..metadata import Settings, short
+from ....errors import CheckpointLimitError, shown, some
+from ..metadata import Settings
 from .splits import BYTE_LEVEL_DECODER, SPLITTINGS, Splitting
 from .tokens import (
     BYTE,
@@ -126,7 +126,7 @@ def _splitting(given: Settings) -> Splitting:
     found = SPLITTINGS.get(name)
     if found is None:
         raise given.unsupported(
-            f"the pre-tokenizer {short(name)} (tokenizer.ggml.pre; maxjax supports "
+            f"the pre-tokenizer {shown(name)} (tokenizer.ggml.pre; maxjax supports "
             f"{some(sorted(SPLITTINGS), 100)})"
         )
     return found
@@ -184,7 +184,7 @@ def _types(given: Settings, tokens: list[str]) -> list[int]:
 def _filled(tokens: list[str], types: list[int], given: Settings) -> dict[str, int]:
     """The vocabulary, without the tokens that the converter adds for unused rows of the embedding table."""
     if not tokens:
-        raise given.wrong("tokens", "a token", "none", "is empty", shown=True)
+        raise given.wrong("tokens", "a token", "none", "is empty", is_text=True)
     vocab = vocabulary(tokens, given.path)
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind == UNUSED and token == f"[PAD{index}]":

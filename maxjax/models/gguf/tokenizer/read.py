@@ -86,7 +86,7 @@ def _check_counts(given: Settings) -> None:
         value = given.metadata.get(given.prefix + key)
         if count and isinstance(value, np.ndarray) and len(value) != count:
             problem = "is of another length"
-            raise given.wrong(key, f"{count} values", len(value), problem, shown=True)
+            raise given.wrong(key, f"{count} values", len(value), problem, is_text=True)
     types = np.asarray(given.metadata.get(f"{given.prefix}token_type", ()))
     if types.dtype.kind in "iu":
         added = int(np.isin(types, (UNKNOWN, CONTROL, USER)).sum())

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..metadata import short, unsupported
+from ....errors import shown
+from ..metadata import unsupported
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -167,7 +168,7 @@ def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) 
     """
     for item in sequence(tokenizer.get("normalizer"), "normalizers"):
         if item.get("type") != "NFC":  # llama.cpp leaves NFC out; most texts are in NFC already
-            raise unsupported(f"the normalizer {short(item.get('type'))} in a GGUF file", path)
+            raise unsupported(f"the normalizer {shown(item.get('type'))} in a GGUF file", path)
     steps = sequence(tokenizer.get("pre_tokenizer"), "pretokenizers")
     ignores = model.get("ignore_merges") is True
     last = steps[-1] if steps else {}
@@ -184,8 +185,8 @@ def pre_name(tokenizer: Mapping[str, Any], model: Mapping[str, Any], path: Any) 
     elif not by_words and len(splits) == 1:
         name = _PATTERNS.get((_pattern(splits[0]) or "", ignores))
     if name is None:
-        shown = ", ".join(f"{step.get('type')} {step.get('pattern', '')}" for step in steps)
-        what = f"the pre-tokenizer {short(shown, 300)} with ignore_merges={ignores} in a GGUF file"
+        listed = ", ".join(f"{step.get('type')} {step.get('pattern', '')}" for step in steps)
+        what = f"the pre-tokenizer {shown(listed, 300)} with ignore_merges={ignores} in a GGUF file"
         raise unsupported(what, path)
     return name
 
@@ -209,7 +210,7 @@ def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
         elif kind == "Replace" and item.get("content") == "▁" and _pattern(item) == " ":
             replaces = True
         else:
-            raise unsupported(f"the normalizer {short(kind)} in a GGUF file", path)
+            raise unsupported(f"the normalizer {shown(kind)} in a GGUF file", path)
     for item in sequence(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         kind = item.get("type")
         if kind == "Metaspace" and item.get("replacement") == "▁" and item.get("split") is not True:
@@ -217,7 +218,7 @@ def space_prefix(tokenizer: Mapping[str, Any], path: Any) -> bool:
             old = "always" if item.get("add_prefix_space", True) else "never"
             prefix, replaces = prefix or (given or old) != "never", True
         elif not (kind == "Split" and _pattern(item) == " " and replaces):  # none are left
-            raise unsupported(f"the pre-tokenizer {short(kind)} in a GGUF file", path)
+            raise unsupported(f"the pre-tokenizer {shown(kind)} in a GGUF file", path)
     if not replaces:
         raise unsupported("a tokenizer that does not replace spaces in a GGUF file", path)
     return prefix

@@ -27,7 +27,7 @@ def token_types(given: Settings, count: int) -> list[int] | None:
     types = given.items("token_type", int, None)
     if types is not None and len(types) != count:
         raise given.wrong(
-            "token_type", f"{count} values", len(types), "is of another length", shown=True
+            "token_type", f"{count} values", len(types), "is of another length", is_text=True
         )
     return types
 
@@ -42,10 +42,10 @@ def token_scores(given: Settings, count: int) -> list[float]:
     scores = given.items("scores", float)
     if len(scores) != count:
         raise given.wrong(
-            "scores", f"{count} values", len(scores), "is of another length", shown=True
+            "scores", f"{count} values", len(scores), "is of another length", is_text=True
         )
     if not all(map(math.isfinite, scores)):
-        raise given.wrong("scores", "finite numbers", "one that is not", shown=True)
+        raise given.wrong("scores", "finite numbers", "one that is not", is_text=True)
     return scores
 
 

@@ -46,7 +46,7 @@ def unigram(given: Settings) -> dict[str, Any]:
     tokens = given.items("tokens", str)
     scores = token_scores(given, len(tokens))
     if not tokens:
-        raise given.wrong("tokens", "a token", "none", "is empty", shown=True)
+        raise given.wrong("tokens", "a token", "none", "is empty", is_text=True)
     types = token_types(given, len(tokens)) or [NORMAL] * len(tokens)
     named = {key: special_id(given, tokens, key) for key in ("bos", "eos", "unknown", "seperator")}
     unknown = named["unknown"]
@@ -104,7 +104,7 @@ def charsmap(given: Settings) -> bytes:
             raise given.wrong(key, "a list of bytes", found)
         return b""
     if numbers.size and not (numbers.min() >= -128 and numbers.max() < 256):
-        raise given.wrong(key, "bytes", "another number", shown=True)
+        raise given.wrong(key, "bytes", "another number", is_text=True)
     return (numbers & 255).astype(np.uint8).tobytes()
 
 

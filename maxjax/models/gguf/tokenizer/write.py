@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CheckpointFormatError, CheckpointMismatchError
-from ..metadata import short, unsupported
+from ....errors import CheckpointFormatError, CheckpointMismatchError, shown
+from ..metadata import unsupported
 from .bpe import ENDS
 from .read import HF_JSON, PIECE
 from .splits import bert_flags, pre_name, sequence, space_prefix
@@ -157,7 +157,7 @@ def typed(of: Mapping[str, Any], key: str, kind: type, path: Any, default: Any =
 
 def wrong(key: str, expected: str, found: Any, path: Any) -> CheckpointFormatError:
     return CheckpointFormatError(
-        f"'{key}' of the tokenizer is wrong", path=path, expected=expected, found=short(found)
+        f"'{key}' of the tokenizer is wrong", path=path, expected=expected, found=shown(found)
     )
 
 
@@ -233,7 +233,7 @@ def gguf_tokenizer_metadata(
                 found["unknown_token_id"] = model["unk_id"]
             found = _with_marks(found, tokenizer, tokens.ids, known_ends, path)
         else:
-            raise unsupported(f"a tokenizer of type {short(kind)} in a GGUF file", path)
+            raise unsupported(f"a tokenizer of type {shown(kind)} in a GGUF file", path)
     found = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
     found |= templates(settings, chat_template, path)
     if tokenizer is not None and keep_json:
@@ -276,7 +276,7 @@ class _Vocabulary:
             raise wrong("vocab", "a number for each token", index, self.path)
         if self.ids.setdefault(text, index) != index:
             raise wrong(
-                "added_tokens", f"number {self.ids[text]} for {short(text)}", index, self.path
+                "added_tokens", f"number {self.ids[text]} for {shown(text)}", index, self.path
             )
 
     def _number(self, size: int) -> None:
@@ -334,7 +334,7 @@ def _wordpiece(tokenizer: Mapping[str, Any], tokens: _Vocabulary) -> dict[str, A
     """BERT's kind: GGUF marks the tokens that begin a word, BERT those that continue one."""
     prefix = typed(tokens.model, "continuing_subword_prefix", str, tokens.path, PIECE)
     if prefix != PIECE:
-        raise unsupported(f"pieces of words marked by {short(prefix)} in a GGUF file", tokens.path)
+        raise unsupported(f"pieces of words marked by {shown(prefix)} in a GGUF file", tokens.path)
     flags = bert_flags(tokenizer, tokens.path)
     texts = []
     for text, kind in zip(tokens.texts, tokens.types, strict=True):

@@ -89,7 +89,7 @@ def test_berts_is_what_the_converter_writes(minilm, tmp_path):
             "Lowercase",
         ),
         ({"model": {"type": "WordLevel", "vocab": {}}}, "type 'WordLevel'"),
-        ({"model": {"vocab": {}}}, "type NoneType"),
+        ({"model": {"vocab": {}}}, "type None"),
     ],
 )
 def test_kinds_that_llama_cpp_has_not(minilm, change, says):
