@@ -1,4 +1,7 @@
-"""InferenceSession: MAX's interface to compile and run a Graph."""
+"""Written for files of Modular MAX: InferenceSession, the interface to compile and run a Graph.
+
+maxjax itself does not import it: ``Module.compile`` makes programs.
+"""
 
 from __future__ import annotations
 

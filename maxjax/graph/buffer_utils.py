@@ -1,4 +1,7 @@
-"""Casts of Buffers, under MAX's path."""
+"""Written for files of Modular MAX: casts of Buffers, at MAX's path.
+
+maxjax itself does not import it.
+"""
 
 from __future__ import annotations
 

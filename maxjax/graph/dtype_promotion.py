@@ -1,4 +1,7 @@
-"""The promotion of numbers and NumPy arrays to the dtype of a tensor, under MAX's path."""
+"""Written for files of Modular MAX: promotion of numbers and arrays to the dtype of a tensor, at MAX's path.
+
+maxjax itself does not import it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""MAX's path of types, devices and layouts."""
+"""Written for files of Modular MAX: types, devices and layouts, re-exported at MAX's path.
+
+maxjax itself does not import it.
+"""
 
 from .device import DeviceKind as DeviceKind
 from .device import DeviceRef as DeviceRef

@@ -1,4 +1,7 @@
-"""``can_use_fused_mlp``, under MAX's path: whether gate and up projections can share one quantised weight."""
+"""Written for files of Modular MAX: ``can_use_fused_mlp``: whether gate and up can share one quantised weight.
+
+maxjax itself does not import it.
+"""
 
 from __future__ import annotations
 

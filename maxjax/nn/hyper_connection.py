@@ -1,4 +1,6 @@
-"""Hyper-connections: several residual streams around a layer (Xie et al., arXiv:2512.24880).
+"""Written for files of Modular MAX: hyper-connections: several residual streams around a layer.
+
+maxjax itself does not import it. Source: Xie et al., arXiv:2512.24880.
 
 Shapes: N tokens, n streams, E features of a stream.
 """

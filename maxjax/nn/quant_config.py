@@ -1,7 +1,7 @@
-"""MAX's description of a quantised checkpoint: format, scales, and the layers that are quantised.
+"""Written for files of Modular MAX: the description of a quantised checkpoint: format, scales, quantised layers.
 
-Adapters and configurations written for MAX use these classes. The layers that compute with quantised weights are in
-``maxjax.nn.quantized``; ``maxjax.load`` makes them.
+maxjax itself does not import it: the layers that compute with quantised weights are in ``maxjax.nn.quantized``, and
+``maxjax.load`` makes them. Adapters and configurations of MAX use these classes.
 """
 
 from __future__ import annotations

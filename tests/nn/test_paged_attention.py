@@ -338,7 +338,7 @@ def test_padding_and_tokens_without_a_page_are_stored_nowhere():
 
 
 def test_trees_of_inputs_keep_fields_that_are_none():
-    from maxjax.nn.kv_cache.recurrent_params import RecurrentLeafInputs
+    from maxjax.nn.kv_cache import RecurrentLeafInputs
 
     one = RecurrentLeafInputs(None, 3)
     children, names = one.__tree_flatten__()

@@ -40,7 +40,6 @@ from ...models import name_rules as names
 from ...models.config import read_config
 from ...models.gguf import config_of
 from ...models.parts.config import LanguageModelConfig, groups_of_config
-from ...nn.attention import AttentionWithRope
 from ...nn.kv_cache.kinds import KeysValues, LatentVectors
 from ...nn.kv_cache.layout import cache_layout
 from ...nn.layer.place import UNKNOWN_SIZES, plan_places
@@ -254,15 +253,18 @@ def _is_encoder(module: Any) -> bool:
 
 
 def _attention_of(module: Any) -> list[names.Heads | names.Fixed]:
-    layers = [m for _, m in module.named_modules() if isinstance(m, AttentionWithRope)]
-    if layers:
-        return [
-            names.Heads(1, m.n_heads, m.num_key_value_heads, m.head_dim, m.head_dim) for m in layers
-        ]
+    found = (getattr(layer, "cached", None) for _, layer in module.named_modules())
+    if kinds := [kind for kind in found if isinstance(kind, KeysValues)]:
+        return [_heads_of(1, kind.query_heads or kind.heads, kind) for kind in kinds]
     config = getattr(module, "config", None)
     if isinstance(config, LanguageModelConfig):
         return _kept_by(config)
     return _attention_from_config(config, f"{type(module).__name__} has no AttentionWithRope, and")
+
+
+def _heads_of(layers: int, query_heads: int, kind: KeysValues) -> names.Heads:
+    value = 0 if isinstance(kind, LatentVectors) else kind.width
+    return names.Heads(layers, query_heads, kind.heads, kind.width, value, kind.window)
 
 
 def _kept_by(config: Any) -> list[names.Heads | names.Fixed]:
@@ -271,11 +273,7 @@ def _kept_by(config: Any) -> list[names.Heads | names.Fixed]:
     groups = groups_of_config(config)
     for layers, kind in ((group.layers, group.kind) for group in groups.values()):
         if isinstance(kind, KeysValues):
-            value = 0 if isinstance(kind, LatentVectors) else kind.width
-            one = names.Heads(
-                layers, config.num_attention_heads, kind.heads, kind.width, value, kind.window
-            )
-            found.append(one)
+            found.append(_heads_of(layers, config.num_attention_heads, kind))
         else:
             found += [
                 names.Fixed(layers, one.shape, one.axis, DType.of(one.dtype)) for one in kind.each

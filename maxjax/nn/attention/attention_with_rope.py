@@ -1,4 +1,7 @@
-"""AttentionWithRope: a layer of projections, rotary embedding and masked attention.
+"""Written for files of Modular MAX: ``AttentionWithRope``: projections, rotary embedding and masked attention.
+
+maxjax itself does not import it: its models use the functions of ``models/parts``. The layer can also be
+called with hidden states alone, without a cache of MAX.
 
 Shapes: batch B, T queries, S keys, H query heads, K KV heads, head dimension D.
 """
@@ -22,12 +25,13 @@ from ...graph.placement.strategy import Segment, ShardingStrategy
 from ...graph.placement.strategy import even_range as _compute_shard_range  # noqa: F401  # MAX's name
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels.attention import mask_4d
+from ..kernels.paged_attention import flash_attention_ragged, rope_split_store_ragged
+from ..kv_cache.kinds import KeysValues
 from ..kv_cache.paged import PagedCacheValues, over_pages
 from ..layer import Module
 from ..layer.sharded import sharded, strategy_by, tensor_parallel
 from ..linear import Linear
 from ..norm import RMSNorm
-from ..paged_attention import flash_attention_ragged, rope_split_store_ragged
 from ..rotary_embedding import RotaryEmbedding, rotate
 from ..stacked_linear import StackedLinear, stacked_rules
 from .mask_config import MHAMaskVariant
@@ -173,6 +177,11 @@ class AttentionWithRope(Module):
     def wqkv_bias(self) -> TensorValue | None:
         """The biases of these projections, one after the other, or None."""
         return self.qkv_proj.stacked_bias
+
+    @property
+    def cached(self) -> KeysValues:
+        """The keys and values of a token that a cache keeps for this layer, which ``maxjax.plan`` counts."""
+        return KeysValues(self.num_key_value_heads, self.head_dim, query_heads=self.n_heads)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits queries, keys and values by heads, and the columns of ``o_proj`` likewise."""

@@ -1,4 +1,7 @@
-"""MHAMaskVariant and AttentionMaskVariant: the masks that attention applies by itself, as values of MAX."""
+"""Written for files of Modular MAX: the variants of attention masks, at MAX's path.
+
+maxjax itself does not import it.
+"""
 
 import enum
 

@@ -1,7 +1,8 @@
-"""Multi-head latent attention over a paged cache, under MAX's names (DeepSeek-AI, arXiv:2405.04434).
+"""Written for files of Modular MAX: multi-head latent attention over a paged cache.
 
-The cache keeps one latent vector for each token instead of keys and values for each head. maxjax's own DeepSeek
-decoders keep latent vectors in a ``maxjax.nn.KVCache``.
+maxjax itself does not import it: its DeepSeek decoders keep latent vectors in a ``maxjax.nn.KVCache``. The
+cache here has pages, and keeps one latent vector for each token instead of keys and values for each head.
+Source: DeepSeek-AI, arXiv:2405.04434.
 
 Shapes: N tokens of B sequences, hidden size E, H heads.
 """
@@ -21,12 +22,12 @@ from ...graph.device import DeviceRef
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue
 from ...graph.weight.weight import Weight
+from ..kernels.paged_attention import latent_attention_ragged
 from ..kv_cache.paged import PagedCacheValues
 from ..layer import Module
 from ..layer.sharded import sharded, strategy_by, tensor_parallel
 from ..linear import Linear
 from ..norm import RMSNorm
-from ..paged_attention import latent_attention_ragged
 from ..rotary_embedding import RotaryEmbedding
 from .mask_config import MHAMaskVariant
 

@@ -1,4 +1,7 @@
-"""MAX's path of latent attention in float8: using a name of it raises NotImplementedError with advice."""
+"""Written for files of Modular MAX: latent attention in float8, at MAX's path.
+
+maxjax itself does not import it. Using a name of it raises NotImplementedError with advice.
+"""
 
 from ...absent import absent as _absent
 

@@ -1,4 +1,7 @@
-"""MultiheadAttention, MAX's layer of attention without RoPE, and the number of heads for each device."""
+"""Written for files of Modular MAX: ``MultiheadAttention``, without RoPE, and the number of heads for each device.
+
+maxjax itself does not import it. For other code there is ``maxjax.nn.MultiHeadAttention``, which has torch's names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Communication between devices, under the names and paths of ``max.nn.comm``."""
+"""Written for files of Modular MAX: communication between devices, at the paths of ``max.nn.comm``.
+
+maxjax itself does not import it: on a mesh, XLA inserts the communication.
+"""
 
 from ...absent import absent as _absent
 from .allreduce import Allreduce as Allreduce

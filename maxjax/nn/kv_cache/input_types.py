@@ -1,10 +1,13 @@
-"""Re-exports the inputs of paged caches under MAX's path."""
+"""Written for files of Modular MAX: the inputs of paged caches, re-exported at MAX's path.
+
+maxjax itself does not import it.
+"""
 
 from ...absent import absent as _absent
 from .paged import KVCacheInputs as KVCacheInputs
 from .paged import KVCacheInputsPerDevice as KVCacheInputsPerDevice
 from .paged import PagedCacheValues as PagedCacheValues
-from .recurrent_params import RecurrentLeafInputs as RecurrentLeafInputs
-from .recurrent_params import RecurrentStateInputsPerDevice as RecurrentStateInputsPerDevice
+from .paged import RecurrentLeafInputs as RecurrentLeafInputs
+from .paged import RecurrentStateInputsPerDevice as RecurrentStateInputsPerDevice
 
 __getattr__ = _absent(__name__)

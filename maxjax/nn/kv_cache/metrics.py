@@ -1,4 +1,7 @@
-"""MAX's path of metrics of caches: using a name of it raises NotImplementedError with advice."""
+"""Written for files of Modular MAX: metrics of caches, at MAX's path.
+
+maxjax itself does not import it. Using a name of it raises NotImplementedError with advice.
+"""
 
 from ...absent import absent as _absent
 

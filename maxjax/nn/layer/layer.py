@@ -1,4 +1,7 @@
-"""Re-exports of the base classes of layers and of the hooks, under MAX's path."""
+"""Written for files of Modular MAX: base classes of layers and hooks, re-exported at MAX's path.
+
+maxjax itself does not import it.
+"""
 
 from ...graph.placement.strategy import Shardable as Shardable
 from .hooks import Layer as Layer

@@ -1,4 +1,7 @@
-"""``forward_moe_sharded_layers``, under MAX's path: calls mixtures of experts with one tensor for each device."""
+"""Written for files of Modular MAX: ``forward_moe_sharded_layers``, for mixtures of experts on several devices.
+
+maxjax itself does not import it: it calls one layer with one tensor for each device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Routers with sigmoid scores and a bias that affects only the choice of experts (DeepSeek-V3)."""
+"""Written for files of Modular MAX: routers with sigmoid scores, and a bias of the choice only (DeepSeek-V3).
+
+maxjax itself does not import it: its models call ``maxjax.nn.moe.route``.
+"""
 
 from __future__ import annotations
 

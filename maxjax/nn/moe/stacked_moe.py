@@ -1,4 +1,6 @@
-"""StackedMoE: a mixture of experts whose weights are stacked in one array for each projection.
+"""Written for files of Modular MAX: ``StackedMoE``, whose experts' weights are one array for each projection.
+
+maxjax itself does not import it: the mixtures of its models are ``maxjax.nn.moe.Experts``.
 
 Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """

@@ -1,3 +1,6 @@
-"""Re-exports from ``norms.py`` under MAX's path."""
+"""Written for files of Modular MAX: GroupNorm, re-exported at MAX's path.
+
+maxjax itself does not import it.
+"""
 
 from .norms import GroupNorm as GroupNorm

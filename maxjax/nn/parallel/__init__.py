@@ -1,4 +1,7 @@
-"""ParallelArrayOps, under MAX's path: concatenates NumPy arrays in the host's memory."""
+"""Written for files of Modular MAX: ``ParallelArrayOps``, which concatenates NumPy arrays in host memory.
+
+maxjax itself does not import it.
+"""
 
 from __future__ import annotations
 

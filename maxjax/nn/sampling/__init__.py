@@ -1,4 +1,8 @@
-"""MAX's path of sampling inside a graph: using a name of it raises NotImplementedError with advice."""
+"""Written for files of Modular MAX: sampling inside a graph, at the paths of ``max.nn.sampling``.
+
+maxjax itself does not import it: ``maxjax.generate`` samples with ``engine/sampling``. ``penalties`` is supported;
+using another name raises NotImplementedError with advice.
+"""
 
 from ...absent import absent as _absent
 

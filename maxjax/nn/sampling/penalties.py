@@ -12,7 +12,7 @@ from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.ops.lift import lift
 from ...graph.tensor_type import TensorType
-from ..ragged import sequences
+from ..kernels.ragged import sequences
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""MAX's path of kernels for state space layers; those that are not supported raise NotImplementedError when called."""
+"""Written for files of Modular MAX: kernels for state space layers, at the path of ``max.nn.state_space``.
+
+maxjax itself does not import it: its scans are in ``maxjax.nn.ssm``. Kernels that are not supported raise
+NotImplementedError when they are called.
+"""
 
 from ...absent import absent as _absent
 from ..kernels import gated_group_rmsnorm as gated_group_rmsnorm

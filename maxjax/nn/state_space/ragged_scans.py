@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ...graph.buffer import BufferValue
 from ...graph.rebinding import sized_as
 from ...graph.value import TensorValue
-from ..ragged import sequences
+from ..kernels.ragged import sequences
 from ..ssm.delta import delta_step
 from ..ssm.ssd import ssd_step
 

@@ -1,4 +1,7 @@
-"""Transformer blocks and decoders, under the names and paths of ``max.nn.transformer``."""
+"""Written for files of Modular MAX: transformer blocks and decoders, at the paths of ``max.nn.transformer``.
+
+maxjax itself does not import it: its decoders are in ``maxjax.models``.
+"""
 
 from ...absent import absent as _absent
 from .distributed_transformer import DistributedTransformer as DistributedTransformer

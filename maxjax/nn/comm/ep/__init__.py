@@ -1,4 +1,7 @@
-"""Expert parallelism, at the paths of ``max.nn.comm.ep``: its settings, and the exchange of tokens between devices.
+"""Written for files of Modular MAX: expert parallelism, at the paths of ``max.nn.comm.ep``.
+
+maxjax itself does not import it: its models place experts on a mesh. These are the settings, and the exchange of tokens
+between devices.
 
 ==================  ===================================================================
 EPConfig            the settings

@@ -14,10 +14,10 @@ from ....driver import Buffer
 from ....graph.tensor_type import BufferType, TensorType
 from ....graph.value import TensorValue, unwrap, wraps
 from ...kv_cache.paged import TreeNode
-from ...moe.exchange import Sorting, plan_of, received, weighed
 from .ep_config import EPConfig
 from .ep_config import _bound_fused_moe_workspace as _bound_fused_moe_workspace
 from .ep_config import _ep_sync_counter_bytes as _ep_sync_counter_bytes
+from .exchange import Sorting, plan_of, received, weighed
 
 _ON_A_MESH = "give a model of maxjax.models to a mesh with an expert axis (Module.to)"
 

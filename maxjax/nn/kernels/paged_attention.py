@@ -11,15 +11,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..dtype import DType
-from ..graph.ops import rms_norm
-from ..graph.shape import Dim
-from ..graph.symbolic import to_size
-from ..graph.value import TensorValue
-from ..kernels import matmul
-from ..kernels.attention import attention
-from .attention.mask_config import MHAMaskVariant
-from .kv_cache.paged import KVCacheParams, PagedCacheValues
+from ...dtype import DType
+from ...graph.ops import rms_norm
+from ...graph.shape import Dim
+from ...graph.symbolic import to_size
+from ...graph.value import TensorValue
+from ...kernels import matmul
+from ...kernels.attention import attention
+from ..attention.mask_config import MHAMaskVariant
+from ..kv_cache.paged import KVCacheParams, PagedCacheValues
 from .ragged import axes_in_turn, frequencies, rotated, seen, sequences
 
 KEYS, VALUES = 0, 1

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...graph.ops.collectives import placed
-from .assignments import moe_create_indices
+from ....graph.ops.collectives import placed
+from ...moe.assignments import moe_create_indices
 
 
 class Sorting(NamedTuple):

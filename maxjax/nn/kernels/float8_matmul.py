@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtype import DType
-from ..graph.ops.lift import lift
-from .quant_config import InputScaleSpec, WeightScaleSpec
+from ...dtype import DType
+from ...graph.ops.lift import lift
+from ..quant_config import InputScaleSpec, WeightScaleSpec
 
 _FLOAT8 = (DType.float8_e4m3fn, DType.float8_e4m3fnuz)
 _FLOATS = (DType.float16, DType.bfloat16, DType.float32)

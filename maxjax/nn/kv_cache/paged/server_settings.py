@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
-from ...dtype import DType
+from ....dtype import DType
 
 KVHashAlgo = Literal["ahash64", "sha256"]
 """Names of the hashes by which MAX's server compares prefixes."""

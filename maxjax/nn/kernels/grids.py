@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..graph.ops.interpolation import resize_bicubic
-from ..graph.ops.lift import lift
-from ..graph.value import TensorValue
+from ...graph.ops.interpolation import resize_bicubic
+from ...graph.ops.lift import lift
+from ...graph.value import TensorValue
 
 
 def _known(op: str, grids: Any) -> list[tuple[int, int, int]]:

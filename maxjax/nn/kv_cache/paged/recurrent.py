@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from ...driver import Buffer
-from ...dtype import DType
-from ...graph import ops
-from ...graph.device import DeviceRef
-from ...graph.tensor_type import BufferType, TensorType
-from ...graph.value import TensorValue
-from .paged import KVCacheParamInterface, MultiKVCacheParams, TreeNode
+from ....driver import Buffer
+from ....dtype import DType
+from ....graph import ops
+from ....graph.device import DeviceRef
+from ....graph.tensor_type import BufferType, TensorType
+from ....graph.value import TensorValue
+from .params import KVCacheParamInterface, MultiKVCacheParams, TreeNode
 from .server_settings import CacheLeafKind, SpeculativeMethod
 
 _Tensor = TypeVar("_Tensor")

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .attention.mask_config import MHAMaskVariant
-from .rotary_embedding import rotate
+from ..attention.mask_config import MHAMaskVariant
+from ..rotary_embedding import rotate
 
 
 def seen(variant: MHAMaskVariant, queries: Any, keys: Any, window: int) -> Any:
