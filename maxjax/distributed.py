@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
-import operator
 import os
 import re
 import socket
@@ -20,7 +19,7 @@ from typing import Any
 from . import heartbeat
 from .agreement import agreed as agreed
 from .agreement import same_program as same_program
-from .errors import PeerLostError, ProgramMismatchError, UserInputError
+from .errors import PeerLostError, ProgramMismatchError, UserInputError, checked_integer
 
 RETRY_SECONDS = 0.2
 # Texts of JAX's errors when another process does not answer. Gloo and MPI transfer arrays between
@@ -109,10 +108,10 @@ def initialize(
     import jax
 
     num_processes, process_id = _checked_ids(num_processes, process_id)
-    seconds_left = _checked_integer("initialization_timeout", initialization_timeout, 1)
-    heartbeat_timeout = _checked_integer("heartbeat_timeout", heartbeat_timeout, 1)
-    shutdown_timeout = _checked_integer("shutdown_timeout", shutdown_timeout, 1)
-    arrival = _checked_integer("arrival_timeout", arrival_timeout, 1)
+    seconds_left = checked_integer("initialization_timeout", initialization_timeout)
+    heartbeat_timeout = checked_integer("heartbeat_timeout", heartbeat_timeout)
+    shutdown_timeout = checked_integer("shutdown_timeout", shutdown_timeout)
+    arrival = checked_integer("arrival_timeout", arrival_timeout)
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     host, port = _host_and_port(address) if address else ("", 0)
     if host and num_processes != 1:
@@ -205,25 +204,14 @@ _COMPARE = "maxjax.distributed.same_program compares programs before they run."
 def _checked_ids(
     num_processes: int | None, process_id: int | None
 ) -> tuple[int | None, int | None]:
-    count = None if num_processes is None else _checked_integer("num_processes", num_processes, 1)
-    number = None if process_id is None else _checked_integer("process_id", process_id, 0)
+    count = None if num_processes is None else checked_integer("num_processes", num_processes)
+    number = None if process_id is None else checked_integer("process_id", process_id, 0)
     if count is not None and number is not None and number >= count:
         raise UserInputError(
             f"process_id is {number}; it must be 0 to {count - 1}. "
             f"Each of the {count} processes has an id of its own, counted from 0."
         )
     return count, number
-
-
-def _checked_integer(name: str, value: Any, least: int) -> int:
-    """``value`` as an int; UserInputError unless it is an integer of at least ``least``."""
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise UserInputError(f"{name} is {value!r}; it must be a whole number, {least} or more.")
-    return number
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -7,6 +7,7 @@ the expected and found values, and what to do about it.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -316,6 +317,29 @@ def shown(value: Any, limit: int = 80) -> str:
     if type(value) is int:
         return integer_text(value)
     return str(value) if isinstance(value, int | float | None) else type(value).__name__
+
+
+def checked_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """An argument as an int; it may be Python's or NumPy's, or an array of JAX with one integer.
+
+    Raises:
+        UserInputError: ``value`` is not an integer from ``least`` to ``most``.
+
+    Example:
+        >>> checked_integer("batch_size", 0)
+        Traceback (most recent call last):
+        maxjax.errors.UserInputError: batch_size is 0: it must be an integer of at least 1
+    """
+    # A bool, of Python or NumPy, is an index in Python, but step=True is a mistake.
+    is_integer = hasattr(value, "__index__") and type(value).__name__ != "bool"
+    try:
+        number = operator.index(value) if is_integer else least - 1
+    except TypeError:  # an array of floats or of several numbers
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        what = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UserInputError(f"{name} is {shown(value)}: it must be an integer {what}")
+    return number
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, releasing
+from ..errors import UserInputError, checked_integer, releasing
 from ..lockstep import Lockstep
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
@@ -16,7 +16,6 @@ from ..text.tokenizer.arguments import checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .heads import check_head, softmax, token_logits
 from .rows import text_limit
-from .sampling.settings import positive
 
 # The length of a window, and how many tokens two windows share, as in the pipeline.
 _LENGTH, _STRIDE = 384, 128
@@ -87,8 +86,8 @@ def answer(
     for name in unknown:
         raise unknown_argument(answer, name)
     batch_size, most = (
-        positive("batch_size", batch_size),
-        positive("max_answer_len", max_answer_len),
+        checked_integer("batch_size", batch_size),
+        checked_integer("max_answer_len", max_answer_len),
     )
     with Lockstep("answer", shardings_of(model)) as together, releasing():
         check_head(model, tokenizer, "answer")
@@ -96,7 +95,9 @@ def answer(
         is_single = isinstance(question, str) and isinstance(context, str)
         pairs = _pairs(question, context)
         limit = text_limit(model, tokenizer, Pooling())
-        length = min(limit, _LENGTH) if max_length is None else positive("max_length", max_length)
+        length = (
+            min(limit, _LENGTH) if max_length is None else checked_integer("max_length", max_length)
+        )
         if length > limit:
             raise UserInputError(f"max_length={length}, and the model takes {limit} tokens")
         shared = min(_STRIDE, length // 2) if stride is None else stride

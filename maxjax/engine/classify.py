@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, releasing
+from ..errors import UserInputError, checked_integer, releasing
 from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.pooling import Pooling
@@ -19,7 +19,6 @@ from .embed import pooled_rows
 from .heads import check_head, check_lengths, softmax
 from .rerank import ACTIVATIONS
 from .rows import text_limit
-from .sampling.settings import positive
 
 _FUNCTIONS = {**ACTIVATIONS, "softmax": softmax}
 # The function for each "problem_type" of a config.json.
@@ -81,8 +80,8 @@ def classify(
     if activation not in (None, *_FUNCTIONS):
         known = ", ".join(map(repr, _FUNCTIONS))
         raise UserInputError(f"activation must be one of {known}, not {activation!r}")
-    batch_size = positive("batch_size", batch_size)
-    top = None if top is None else positive("top", top)
+    batch_size = checked_integer("batch_size", batch_size)
+    top = None if top is None else checked_integer("top", top)
     with Lockstep("classify", shardings_of(model)) as together, releasing():
         check_head(model, tokenizer, "classify")
         assert tokenizer is not None

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from ..dtype import DType
 from ..elsewhere import unknown_argument
-from ..errors import UnsupportedModelError, UserInputError, releasing
+from ..errors import UnsupportedModelError, UserInputError, checked_integer, releasing
 from ..graph.placement.arrays import with_sharding
 from ..graph.placement.specs import mesh_of
 from ..lockstep import Lockstep
@@ -29,7 +29,6 @@ from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .isolation import isolated
 from .packing import PackedTokens, places
 from .rows import MIN_LENGTH, encoder_output, run_rows, text_limit
-from .sampling.settings import positive
 
 
 def embed(
@@ -87,7 +86,7 @@ def embed(
     """
     for name in unknown:
         raise unknown_argument(embed, name)
-    truncate_dim = None if truncate_dim is None else positive("truncate_dim", truncate_dim)
+    truncate_dim = None if truncate_dim is None else checked_integer("truncate_dim", truncate_dim)
     with Lockstep("embed", shardings_of(model)) as together, releasing():
         found = _embed(
             model, tokenizer, texts, together,
@@ -130,7 +129,7 @@ def _embed(
             "texts cannot be embedded without a tokenizer: "
             "the model's directory has no tokenizer.json. Put it there"
         )
-    pooling, batch_size = _pooling(model, pooling), positive("batch_size", batch_size)
+    pooling, batch_size = _pooling(model, pooling), checked_integer("batch_size", batch_size)
     if prompt is not None and not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}, not a str")
     if prompt is None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, releasing
+from ..errors import UserInputError, checked_integer, releasing
 from ..graph.placement.arrays import with_sharding
 from ..kernels import explicit
 from ..lockstep import Lockstep
@@ -23,7 +23,6 @@ from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .heads import check_head, check_lengths, listed_texts
 from .rows import RowBatch, encoder_output, run_rows, text_limit
 from .sampling.draw import largest
-from .sampling.settings import positive
 
 
 class FilledMask(NamedTuple):
@@ -76,7 +75,7 @@ def fill_mask(
     """
     for name in unknown:
         raise unknown_argument(fill_mask, name)
-    top, batch_size = positive("top", top), positive("batch_size", batch_size)
+    top, batch_size = checked_integer("top", top), checked_integer("batch_size", batch_size)
     with Lockstep("fill_mask", shardings_of(model)) as together, releasing():
         check_head(model, tokenizer, "fill-mask")
         assert tokenizer is not None

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import UserInputError
+from ..errors import UserInputError, checked_integer
 from ..graph.placement.arrays import put, with_sharding
 from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
@@ -30,7 +30,6 @@ from ..progress import compiling, task
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..text.tokenizer.tokenizer import Tokenizer
 from .isolation import isolated
-from .sampling.settings import is_count, positive
 
 # The default context: that of llama.cpp's llama-perplexity.
 _CONTEXT = 512
@@ -142,7 +141,7 @@ def _perplexity(
 ) -> Perplexity:
     _check_model(model)
     context, stride = _sizes(model, context, stride)
-    batch_size = positive("batch_size", batch_size)
+    batch_size = checked_integer("batch_size", batch_size)
     check_is_tokenizer(tokenizer)
     if tokenizer is None:
         raise UserInputError(
@@ -345,19 +344,14 @@ def _sizes(model: Any, context: Any, stride: Any) -> tuple[int, int]:
     longest = model.max_length
     if context is None:
         context = min(_CONTEXT, longest)
-    if not is_count(context) or context < 2:
-        raise UserInputError(f"context is {context!r}: it must be an integer of at least 2")
+    context = checked_integer("context", context, 2)
     if context > longest:
         raise UserInputError(
             f"context={context} is larger than the model's context of {longest} tokens"
         )
     if stride is None:
-        stride = max(int(context) // 2, 1)
-    if not is_count(stride) or stride > context:
-        raise UserInputError(
-            f"stride is {stride!r}: it must be an integer from 1 to the context, {context}"
-        )
-    return int(context), int(stride)
+        return context, context // 2
+    return context, checked_integer("stride", stride, 1, context)
 
 
 def _ids(model: Any, tokenizer: Tokenizer, text: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UnsupportedModelError, UserInputError, releasing
+from ..errors import UnsupportedModelError, UserInputError, checked_integer, releasing
 from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.pooling import Pooling
@@ -24,7 +24,6 @@ from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .embed import pooled_rows
 from .rows import text_limit
-from .sampling.settings import positive
 
 _PLACES = ("{query}", "{document}")
 ACTIVATIONS = {"sigmoid": lambda x: np.exp(-np.logaddexp(0, -x)), "linear": lambda x: x}
@@ -87,7 +86,7 @@ def rerank(
         raise TypeError(f"template is a {type(template).__name__}, not a str")
     if activation not in (None, *ACTIVATIONS):
         raise UserInputError(f"activation must be 'sigmoid' or 'linear', not {activation!r}")
-    batch_size = positive("batch_size", batch_size)
+    batch_size = checked_integer("batch_size", batch_size)
     with Lockstep("rerank", shardings_of(model)) as together, releasing():
         check_module(model, "rerank")
         check_is_tokenizer(tokenizer)

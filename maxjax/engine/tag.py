@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, releasing, some
+from ..errors import UserInputError, checked_integer, releasing, some
 from ..lockstep import Lockstep
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .heads import check_head, check_lengths, listed_texts, softmax, token_logits
 from .rows import text_limit
-from .sampling.settings import positive
 
 _AGGREGATIONS = ("none", "simple", "first", "average", "max")
 
@@ -87,7 +86,7 @@ def tag(
         raise UserInputError(f"aggregation must be one of {known}, not {aggregation!r}")
     if stride is not None and aggregation == "none":
         raise UserInputError("stride needs an aggregation other than 'none'")
-    batch_size = positive("batch_size", batch_size)
+    batch_size = checked_integer("batch_size", batch_size)
     with Lockstep("tag", shardings_of(model)) as together, releasing():
         check_head(model, tokenizer, "tag")
         assert tokenizer is not None

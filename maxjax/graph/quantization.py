@@ -1,7 +1,6 @@
 """``QuantizationEncoding``: the names of quantised weight formats, and their blocks.
 
-It has only the number of elements and bytes of a block; ``storage.blocks`` has the layouts of blocks, and
-``kernels`` computes with them.
+``storage.blocks`` has the layouts of blocks, and ``kernels`` computes with them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from ..storage.blocks.layout import KEPT, LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -142,16 +143,9 @@ def _add_member(value: str) -> QuantizationEncoding:
     return new
 
 
-# Elements and bytes of a block.
-_OTHERS = {
-    "Q8_0": (32, 34), "MXFP4": (32, 17), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
-    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
-}  # fmt: skip
-
 _BLOCKS = {
-    QuantizationEncoding.Q4_0: BlockParameters(elements_per_block=32, block_size=18),
-    QuantizationEncoding.Q4_K: BlockParameters(elements_per_block=256, block_size=144),
-    QuantizationEncoding.Q5_K: BlockParameters(elements_per_block=256, block_size=176),
-    QuantizationEncoding.Q6_K: BlockParameters(elements_per_block=256, block_size=210),
-    **{_add_member(name): BlockParameters(*sizes) for name, sizes in _OTHERS.items()},
+    QuantizationEncoding._value2member_map_.get(name) or _add_member(name): BlockParameters(
+        LAYOUTS[name].elements, LAYOUTS[name].nbytes
+    )
+    for name in KEPT
 }

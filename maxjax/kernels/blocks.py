@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..storage.blocks.layout import LAYOUTS
+
 
 class BlockDecoder(NamedTuple):
     """One kind of block: its number of weights, its size in bytes, and how it is decoded."""
@@ -226,15 +228,9 @@ def _iq4_xs(b: jax.Array) -> jax.Array:
 
 
 DECODERS = {
-    "Q4_0": BlockDecoder(32, 18, _q4_0),
-    "Q8_0": BlockDecoder(32, 34, _q8_0),
-    "Q4_K": BlockDecoder(256, 144, _q4_k),
-    "Q5_K": BlockDecoder(256, 176, _q5_k),
-    "Q6_K": BlockDecoder(256, 210, _q6_k),
-    "MXFP4": BlockDecoder(32, 17, _mxfp4),
-    "Q4_1": BlockDecoder(32, 20, _q4_1),
-    "Q5_0": BlockDecoder(32, 22, _q5_0),
-    "Q5_1": BlockDecoder(32, 24, _q5_1),
-    "IQ4_NL": BlockDecoder(32, 18, _iq4_nl),
-    "IQ4_XS": BlockDecoder(256, 136, _iq4_xs),
-}
+    name: BlockDecoder(LAYOUTS[name].elements, LAYOUTS[name].nbytes, decode)
+    for name, decode in {
+        "Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4, "Q4_1": _q4_1,
+        "Q5_0": _q5_0, "Q5_1": _q5_1, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+    }.items()
+}  # fmt: skip

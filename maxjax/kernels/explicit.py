@@ -46,12 +46,12 @@ class Division(NamedTuple):
         self, f: Callable[..., Any], operands: Sequence[Sequence[Entry]], results: Any
     ) -> Callable[..., Any]:
         """``f`` in a ``shard_map``: operands and results are sharded by these entries, one list for each."""
-        out = [spec(w) for w in results] if isinstance(results[0], list) else spec(results)
+        out = [spec_of(w) for w in results] if isinstance(results[0], list) else spec_of(results)
 
         def run(*arrays: Any) -> Any:
             # If another mesh is set, also one with other axis types, shard_map refuses this one.
             with jax.sharding.use_abstract_mesh(self.mesh):
-                given = tuple(map(spec, operands))
+                given = tuple(map(spec_of, operands))
                 mapped = jax.shard_map(
                     f, mesh=self.mesh, in_specs=given, out_specs=out, check_vma=False
                 )
@@ -80,13 +80,17 @@ def entries(array: Any) -> list[Entry]:
     return padded(jax.typeof(array).sharding.spec, jax.numpy.ndim(array))
 
 
+def names_in(entry: Any) -> Entry:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def padded(spec: PartitionSpec, rank: int) -> list[Entry]:
     """The mesh axes that a PartitionSpec names for each of an array's ``rank`` axes."""
-    every = (*spec, *(None,) * (rank - len(spec)))
-    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in every]
+    return [*map(names_in, spec), *[()] * (rank - len(spec))]
 
 
-def spec(wanted: Sequence[Entry]) -> PartitionSpec:
+def spec_of(wanted: Sequence[Entry]) -> PartitionSpec:
     """The PartitionSpec with these entries."""
     return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in wanted))
 
@@ -119,7 +123,7 @@ def sharding(mesh: Any, wanted: Sequence[Entry]) -> NamedSharding:
     for entry in wanted:
         free.append(tuple(name for name in entry if name not in used))
         used.update(free[-1])
-    return NamedSharding(mesh, spec(free))
+    return NamedSharding(mesh, spec_of(free))
 
 
 def concatenate(arrays: Sequence[Any], axis: int) -> jax.Array:

@@ -264,7 +264,7 @@ class Operation:
             explicit.entries_of(a.sharding, mesh, n) for a, n in zip(args, lengths, strict=True)
         ]
         operands, results, summed = self.shardings(specs)
-        named = lambda entries: NamedSharding(mesh, explicit.spec(entries))
+        named = lambda entries: NamedSharding(mesh, explicit.spec_of(entries))
         return tuple(map(named, [[], *operands])), tuple(map(named, results)), summed
 
     def _partition(

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from ..dtype import DType
 from ..elsewhere import unknown_argument
 from ..engine.isolation import isolated
-from ..errors import UserInputError
+from ..errors import UserInputError, checked_integer
 from ..graph.placement.specs import names_in, spec_of
 from ..graph.weight.weight import Weight
 from ..models.weights import check_loaded, named_dtype
@@ -93,8 +93,7 @@ def add(
     """
     for name in unknown:
         raise unknown_argument(add, name, "maxjax.lora")
-    if type(rank) is not int or rank < 1:
-        raise UserInputError(f"rank must be a positive integer, not {rank!r}")
+    rank = checked_integer("rank", rank)
     alpha = float(rank) if alpha is None else alpha
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if not is_number or not abs(alpha) <= sys.float_info.max:

@@ -164,7 +164,7 @@ def test_truncated_vectors(small):
     assert maxjax.embed(*small, [], truncate_dim=16).shape == (0, 16)
     for wrong in (0, "16", 1.5, True):
         with pytest.raises(
-            UserInputError, match="truncate_dim is .*: it must be a positive integer"
+            UserInputError, match="truncate_dim is .*: it must be an integer of at least 1"
         ):
             maxjax.embed(*small, texts, truncate_dim=wrong)
     with pytest.raises(UserInputError, match="truncate_dim=65 must be from 1 to 64"):

@@ -290,7 +290,7 @@ def test_16_bits_are_added_in_the_wider_type():
         (lambda m: lora.add(m, "q_prj"), UserInputError, "did you mean 'q_proj'"),
         (lambda m: lora.add(m, "*.input_layernorm"), NotImplementedError, "a RMSNorm"),
         (lambda m: lora.add(m, 3), UserInputError, "names or glob patterns of layers, not 3"),
-        (lambda m: lora.add(m, rank=0), UserInputError, "rank must be"),
+        (lambda m: lora.add(m, rank=0), UserInputError, "rank is 0: it must be"),
         (lambda m: lora.add(m, alpha="1"), UserInputError, "alpha must be"),
         (lambda m: lora.add(m, alpha=10**400), UserInputError, "alpha must be"),
         (lambda m: lora.add(m, bias="some"), UserInputError, "bias must be one of 'none', 'lora_only', 'all'"),

@@ -15,7 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from ...errors import CheckpointError, CheckpointMissingError, UserInputError, releasing, some
+from ...errors import (
+    CheckpointError,
+    CheckpointMissingError,
+    UserInputError,
+    checked_integer,
+    releasing,
+    some,
+)
 from ...models.weights import main_dtype
 from ...nn.layer import Module
 from ...nn.layer.walk import check_module
@@ -33,7 +40,6 @@ from ..pretrained import flat_name, model_files, tokenizer_files
 from .open import Saved, open_saved
 from .restore import Fitting, mismatch, model_problems
 from .save import MODEL, Keep, Response, start
-from .steps import whole_number
 from .tree import Item, model_item, tree_item
 
 PathLike = str | bytes | os.PathLike
@@ -121,7 +127,7 @@ def newest(count: int | None, name: str = "keep") -> Keep:
     """The rule that keeps the ``count`` newest steps; None keeps all. ``name`` is that of the argument."""
     if count is None:
         return lambda steps: steps
-    number = whole_number(name, count, 1)
+    number = checked_integer(name, count)
     return lambda steps: sorted(steps)[-number:]
 
 
@@ -136,7 +142,7 @@ def _begin(
     wait: bool,
 ) -> Response:
     """Starts a save; a caller that does not wait for it may change its NumPy arrays, which are copied."""
-    step = None if step is None else whole_number("step", step, 0)
+    step = None if step is None else checked_integer("step", step, 0)
     trees = _trees(model, items, copy=not wait)
     check_is_tokenizer(tokenizer, "files")
     beside = {} if tokenizer is None else tokenizer_files(tokenizer)
@@ -224,7 +230,7 @@ def restore(
     if model is not None:
         check_module(model, "checkpoint.restore", reads=False)
     root = local_path(path)
-    step = None if step is None else whole_number("step", step, 0)
+    step = None if step is None else checked_integer("step", step, 0)
     attempts = 0
     while True:
         directory = _directory(root, step)
@@ -330,7 +336,7 @@ class CheckpointManager(Rendered):
     ):
         self.path = Path(absolute(path))
         self._newest = newest(max_to_keep, "max_to_keep")
-        self._every = None if keep_every is None else whole_number("keep_every", keep_every, 1)
+        self._every = None if keep_every is None else checked_integer("keep_every", keep_every)
         self._response: Response | None = None
 
     def _keep(self, steps: list[int]) -> list[int]:

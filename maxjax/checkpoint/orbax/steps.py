@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ...errors import CheckpointError, UserInputError
+from ...errors import CheckpointError
 from ...lockstep import Lockstep
 from ...storage.files import closed_on_error
 from ...storage.orbax.paths import is_orbax, step_names
@@ -22,26 +19,6 @@ from ...storage.save.staging import Staging
 COMMITTED = "_CHECKPOINT_METADATA"
 # Allowance for metadata, manifests and partly filled disk blocks.
 _EXTRA_BYTES = 1 << 20
-
-
-def whole_number(name: str, value: Any, least: int) -> int:
-    """An argument as an int; it may be Python's or NumPy's, or an array of JAX with one integer.
-
-    Raises:
-        UserInputError: it is not an integer, or less than ``least``.
-
-    Example:
-        >>> whole_number("step", np.int64(40), 0)
-        40
-    """
-    try:
-        # A bool is an index in Python, but step=True is a mistake.
-        number = -1 if isinstance(value, bool | np.bool_) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < least:
-        raise UserInputError(f"{name} is {value!r}; it must be a whole number, {least} or more")
-    return number
 
 
 class NewStep:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...dtype import DType
+from ...errors import checked_integer
 from ...graph.symbolic import naming, sizes_of
 from ...graph.tensor_type import TensorType
 from ...graph.value import TensorValue
@@ -87,8 +88,7 @@ def export(
     """
     if not isinstance(model, Module):
         raise TypeError(f"export() takes a Module, not {type(model).__name__}")
-    if type(vjp_order) is not int or vjp_order < 0:
-        raise ValueError(f"vjp_order must be an integer of at least 0, not {vjp_order!r}")
+    vjp_order = checked_integer("vjp_order", vjp_order, 0)
     path = writable_path(path)
     chosen = _platforms(platforms)
     model, specs = _as_types((model, spec if type(spec) is tuple else (spec,)))

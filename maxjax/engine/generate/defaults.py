@@ -15,11 +15,12 @@ from ...errors import (
     CheckpointLimitError,
     UnknownArgumentError,
     UserInputError,
+    checked_integer,
 )
 from ...models.config import read_object
 from ...storage.files import is_there
 from ...storage.save.beside import Files
-from ..sampling.settings import Sampling, eos_token_ids, positive
+from ..sampling.settings import Sampling, eos_token_ids
 
 FILE = "generation_config.json"
 # The max_length that old versions of transformers wrote into every config.json: it means unset.
@@ -170,7 +171,7 @@ def end_tokens(directory: Path | Files, config: Mapping[str, Any]) -> tuple[int,
 
 def _count(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
-    return None if value is None else positive(name, value)
+    return None if value is None else checked_integer(name, value)
 
 
 def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import UserInputError
+from ...errors import UserInputError, checked_integer
 from ...lockstep import Lockstep
 from ...models.weights import model_facts
 from ...text.chat import apply_chat_template, is_message
 from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..sampling.penalties import check_tokens
-from ..sampling.settings import Sampling, eos_token_ids, positive
+from ..sampling.settings import Sampling, eos_token_ids
 from .batch import Batch, check_model
 from .completion import PartialCompletion
 from .defaults import GenerationDefaults, check_stops, chosen_sampling
@@ -93,7 +93,7 @@ class Request:
             if max_new_tokens is None and defaults.max_length is not None:
                 self.longest = max_new_tokens = min(defaults.max_length, model.max_length)
             max_new_tokens = max_new_tokens or _MAX_NEW_TOKENS
-        self.max_new_tokens = positive("max_new_tokens", max_new_tokens)
+        self.max_new_tokens = checked_integer("max_new_tokens", max_new_tokens)
         PartialCompletion(None, (), (), self.stops)  # raises for invalid stop strings
 
     def prompt(self, given: Any, which: str = "the prompt") -> Prompt:

@@ -10,12 +10,12 @@ from typing import Any, overload
 
 import jax
 
-from ...errors import releasing
+from ...errors import checked_integer, releasing
 from ...lockstep import Lockstep
 from ...models.weights import shardings_of
 from ...nn.layer.observe.programs import Watch
 from ...progress import Task, task
-from ..sampling.settings import Sampling, positive
+from ..sampling.settings import Sampling
 from .batch import Batch
 from .completion import Completion, PartialCompletion
 from .programs import MAX_STEPS, DispatchTokens
@@ -126,7 +126,7 @@ def generate(
         name = "the prompt" if single else "prompts[{}]"
         read = [request.prompt(one, name.format(i)) for i, one in enumerate(several)]
         rows = [prompt.ids for prompt in read]
-        batch_size = positive("batch_size", batch_size)
+        batch_size = checked_integer("batch_size", batch_size)
         request.agree(
             together, rows, key, batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype
         )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from ...columns import Table
 from ...driver import memory_stats
-from ...errors import UserInputError, some
+from ...errors import UserInputError, checked_integer, some
 from ...graph.placement.mesh import abstract_mesh
 from ...graph.weights import FileWeights, load_weights
 from ...models import name_rules as names
@@ -26,7 +26,6 @@ from ...rendering.row import Row, bytes_text
 from ...storage.hub import checkpoint_path
 from ...storage.limits import Limits, allowing
 from ...storage.safetensors.writer import size_in_bytes
-from ..sampling.settings import positive
 from .compiled import ProgramMemory, Programs
 from .footprint import Footprint, TensorGroup, of_checkpoint, of_module
 from .meshes import (
@@ -314,7 +313,7 @@ def plan(
     if (batch is None) != (length is None):
         raise UserInputError("batch= and length= belong together: pass both, or neither")
     if batch is not None:
-        batch, length = positive("batch", batch), positive("length", length)
+        batch, length = checked_integer("batch", batch), checked_integer("length", length)
     hbm = None if hbm is None else size_in_bytes(hbm, "hbm")
     request = PlanRequest(
         read_dtype("dtype", dtype), batch, length, read_dtype("cache_dtype", cache_dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import UserInputError
+from ...errors import UserInputError, checked_integer
 from ...graph.weight.weight import Weight
 from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.write import gguf_places
@@ -26,7 +26,6 @@ from ...nn.transposed_linear import TransposedLinear
 from ...progress import compiling, task
 from ...text.tokenizer.arguments import check_is_tokenizer
 from ..isolation import isolated
-from ..sampling.settings import is_count
 from .importance import Importance
 
 _LINEAR = (Linear, ColumnParallelLinear, StackedLinear, TransposedLinear)
@@ -114,10 +113,7 @@ def _chunks(tokenizer: Any, texts: Any, length: int) -> list[list[int]]:
             ids += tokenizer.encode(text)
         else:
             ids += [index(token) for token in _items(text)]
-    if not is_count(length):
-        raise UserInputError(
-            f"length is {length!r}: a chunk has at least one token, so it is an integer from 1 on"
-        )
+    length = checked_integer("length", length)
     if not ids:
         raise UserInputError("there are no tokens to calibrate with: give at least one text")
     whole = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]

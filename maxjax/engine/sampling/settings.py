@@ -236,27 +236,6 @@ def eos_token_ids(config: Mapping[str, Any], name: str = "eos_token_id") -> tupl
     return _tokens(name, [ids] if isinstance(ids, Integral) else ids)
 
 
-def is_count(value: Any) -> bool:
-    """Whether it is an integer of at least 1, of Python or NumPy."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def positive(name: str, value: Any) -> int:
-    """Checks that an argument is a positive integer, and returns it as an int.
-
-    Raises:
-        UserInputError: ``value`` is not a positive integer.
-
-    Example:
-        >>> positive("batch_size", 0)
-        Traceback (most recent call last):
-        maxjax.errors.UserInputError: batch_size is 0: it must be a positive integer
-    """
-    if not is_count(value):
-        raise _refused(name, value, "it must be a positive integer")
-    return int(value)
-
-
 # --- checks ---------------------------------------------------------------------------------
 
 # The smallest and the largest value, and the text of the error.

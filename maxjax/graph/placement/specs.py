@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import UserInputError
+from ...kernels.explicit import names_in as names_in
+from ...kernels.explicit import spec_of as spec_of
 from .device_major import DeviceMajor
 from .mesh import AXES, axis_name
 from .strategy import ByModule, Segmented, ShardingStrategy, _Ranges
@@ -337,10 +339,6 @@ def _split_fsdp(
     return f"axis {axis} over {fsdp}={n}"
 
 
-def spec_of(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
-
-
 def _explicit(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: int) -> PartitionSpec:
     """A spec of the caller with the axis names of the mesh, checked against the shape."""
     if len(wanted) > len(shape):
@@ -375,10 +373,6 @@ def _explicit(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: in
             f"weight '{name}': the spec {tuple(wanted)} uses an axis of the mesh twice"
         )
     return spec_of(entries)
-
-
-def names_in(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def by_pattern(rules: Mapping[str, Any], name: str) -> tuple[bool, Any]:

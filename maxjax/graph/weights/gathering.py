@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...kernels.explicit import padded
 from ...lockstep import Lockstep
 from ...storage.boxes import Box, extents
 from ..placement.arrays import on_mesh
 from ..placement.device_major import DeviceMajor
-from ..placement.specs import names_in
 
 
 class Gathering:
@@ -107,8 +107,7 @@ def _gather(
         sharding: sharding of the array.
         by_device: axis that is stored as in :class:`DeviceMajor`, if any.
     """
-    spec = [names_in(entry) for entry in sharding.spec]
-    spec += [()] * (array.ndim - len(spec))
+    spec = padded(sharding.spec, array.ndim)
     names = tuple(name for entry in spec for name in entry)
 
     ndim, lead = len(sizes), len(starts) - len(sizes)

@@ -141,6 +141,6 @@ def _put(stored: Any, leaf: Any, at: Mapping[int | None, tuple[str, Any]]) -> An
         return put(jnp.asarray(leaf).at[places].set(rows), stored.leaf_sharding)
     # Each row has the sharding of its layer.
     of_layer = explicit.entries(leaf)[len(stored.lead) :]
-    rows = put(rows, NamedSharding(stored.leaf_sharding.mesh, explicit.spec([(), *of_layer])))
+    rows = put(rows, NamedSharding(stored.leaf_sharding.mesh, explicit.spec_of([(), *of_layer])))
     change = lambda leaf, rows: leaf.at[places].set(rows)
     return explicit.automatic(change, mesh, explicit.entries(leaf))(leaf, rows)

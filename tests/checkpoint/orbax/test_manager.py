@@ -135,9 +135,9 @@ def test_what_is_no_number_of_a_step(tmp_path, step):
     manager = CheckpointManager(tmp_path)
     manager.save(1, None, x=jnp.ones(2))
     for act in (manager.save, manager.save_async):
-        with pytest.raises(UserInputError, match=r"step is .*whole number, 0 or more"):
+        with pytest.raises(UserInputError, match=r"step is .*integer of at least 0"):
             act(step, None, x=jnp.ones(2))
-    with pytest.raises(UserInputError, match=r"step is .*whole number, 0 or more"):
+    with pytest.raises(UserInputError, match=r"step is .*integer of at least 0"):
         manager.restore(None, step, x=jnp.ones(2))
     assert manager.all_steps() == [1]
 

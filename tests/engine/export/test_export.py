@@ -751,7 +751,7 @@ def test_what_is_no_spec(path, spec, error, says):
 def test_what_cannot_be_exported(path):
     with pytest.raises(TypeError, match=r"export\(\) takes a Module, not function"):
         export(lambda x: x, sds(2), path)
-    with pytest.raises(ValueError, match="vjp_order must be an integer of at least 0, not -1"):
+    with pytest.raises(ValueError, match="vjp_order is -1: it must be an integer of at least 0"):
         export(linear(), sds(2, 4), path, vjp_order=-1)
     for wrong in ("gpu", ("cpu", "metal"), ()):
         with pytest.raises(ValueError, match="platforms must be among cpu, cuda, rocm, tpu, not"):

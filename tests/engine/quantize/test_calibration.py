@@ -308,7 +308,9 @@ def test_what_cannot_be_calibrated(tiny, tmp_path):
         with pytest.raises(TypeError, match="texts are a text, or a list of texts or of lists"):
             maxjax.calibrate(model, tokenizer, texts)
     for length in (0, "5", 2.5):
-        with pytest.raises(UserInputError, match="length is .*: a chunk has at least one token"):
+        with pytest.raises(
+            UserInputError, match="length is .*: it must be an integer of at least 1"
+        ):
             maxjax.calibrate(model, tokenizer, "text", length=length)
     with pytest.raises(UserInputError, match="texts need a tokenizer"):
         maxjax.calibrate(model, None, "text")
