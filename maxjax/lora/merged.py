@@ -42,8 +42,9 @@ def merge(model: M, *, keep: bool = False, requantize: bool = False) -> M:
     Raises:
         UserInputError: there are no LoRA weights, they are merged already, the model is not loaded, a base weight
             is tied to another layer's, or it is quantised and ``requantize`` is not set.
-        NotImplementedError: a quantised base weight has a type that maxjax cannot encode, or ``keep`` is set and
-            the LoRA weights are DoRA's: :func:`unmerge` could not restore the norms of the rows.
+        NotImplementedError: a quantised base weight has a type that maxjax cannot encode; a layer has a
+            ``clip_weight``, which would clip the update too; or ``keep`` is set and the LoRA weights are DoRA's:
+            :func:`unmerge` could not restore the norms of the rows.
 
     Example:
         >>> import maxjax
@@ -116,6 +117,10 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
             f"the base weight of '{target.names[0]}' is stored as the several tensors of a quantised format, "
             "which are not quantised again here: keep the LoRA weights apart (maxjax.lora.save), or load them for the "
             "model of floats that this one was made of, and merge them there"
+        )
+    if getattr(layer, "clip_weight", None) is not None:
+        raise NotImplementedError(
+            f"merge of a layer with clip_weight is not supported, as it would clip the update too: '{target.names[0]}'"
         )
     holders = [
         w.stored if w.stored.home is None else w.stored.home[0]

@@ -250,11 +250,13 @@ class ColumnParallelLinear(Linear):
 
         Raises:
             ValueError: the list does not have one tensor for each device.
+            NotImplementedError: the layer has LoRA weights, which its parts on several devices do not have.
         """
         if not isinstance(x, list | tuple):
             return self._result(x)
         if len(x) == 1:
             return [self._result(x[0])]
+        self.refuse_update("a call with one tensor for each device")
         if len(x) != len(self.devices):
             raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")
         # Linear.__call__, as in MAX: a derived class may require signal buffers in its own __call__.

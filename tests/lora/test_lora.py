@@ -335,6 +335,16 @@ def test_experts_are_refused_and_tied_weights_not_merged():
         lora.merge(lora.add(tied, "lm_head", key=jax.random.key(0)))
 
 
+def test_bounded_weights_are_not_merged_and_parts_on_devices_not_called():
+    bounded = filled(nn.Sequential([nn.Linear(4, 2, clip_weight=0.1)]))
+    with pytest.raises(NotImplementedError, match="merge of a layer with clip_weight .* '0'"):
+        lora.merge(lora.add(bounded, rank=2, key=jax.random.key(0)))
+    head = filled(nn.Sequential([nn.ColumnParallelLinear(4, 2, devices=[DeviceRef.CPU()] * 2)]))
+    head, x = lora.add(head, rank=2, key=jax.random.key(0)), jnp.ones((1, 4))
+    with pytest.raises(NotImplementedError, match="a call with one tensor for each device"):
+        head([x, x])
+
+
 def test_a_tied_head_as_peft_saves_it(tmp_path):
     """PEFT puts a copy of the head beside its LoRA weights; in a tied model that is the table."""
     config = LlamaConfig(

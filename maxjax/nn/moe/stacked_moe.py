@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.strategy import Segment, ShardingStrategy, even_range
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
+from ...kernels import explicit
 from ..layer import Module
 from ..layer.sharded import sharded
 from ..linear import MLP
@@ -55,13 +57,7 @@ def make_concatenated_gated_activation_fn(
     if limit is not None and limit <= 0:
         raise ValueError(f"limit is None or positive, not {limit}")
 
-    def function(gate_up: Any, moe_dim: int) -> Any:
-        gate, up = activation_fn(gate_up[:, :moe_dim]), gate_up[:, moe_dim:]
-        if limit is not None:
-            gate, up = ops.min(gate, limit), ops.min(ops.max(up, -limit), limit)
-        return gate * up
-
-    return function
+    return partial(_concatenated, activation_fn, limit)
 
 
 def make_interleaved_gated_activation_fn(
@@ -74,7 +70,7 @@ def make_interleaved_gated_activation_fn(
         >>> gated(jnp.array([[3.0, -1.0, -5.0, 4.0]]), 2).tolist()
         [[-3.0, 0.0]]
     """
-    return lambda gate_up, moe_dim: activation_fn(gate_up[:, 0::2]) * gate_up[:, 1::2]
+    return partial(_interleaved, activation_fn)
 
 
 def make_stacked_gated_activation_fn(
@@ -86,7 +82,30 @@ def make_stacked_gated_activation_fn(
         >>> make_stacked_gated_activation_fn(abs)(-2, 3)
         6
     """
-    return lambda gate, up: activation_fn(gate) * up
+    return partial(_stacked, activation_fn)
+
+
+# Functions of this module in a partial are equal if their activation functions are, and can be pickled: layers
+# with equal ones have one compiled program, and can be stacked.
+
+
+def _concatenated(activation_fn: Any, limit: float | None, gate_up: Any, moe_dim: int) -> Any:
+    gate, up = activation_fn(gate_up[:, :moe_dim]), gate_up[:, moe_dim:]
+    if limit is not None:
+        gate, up = ops.min(gate, limit), ops.min(ops.max(up, -limit), limit)
+    return gate * up
+
+
+def _interleaved(activation_fn: Any, gate_up: Any, moe_dim: int) -> Any:
+    return activation_fn(gate_up[:, 0::2]) * gate_up[:, 1::2]
+
+
+def _stacked(activation_fn: Any, gate: Any, up: Any) -> Any:
+    return activation_fn(gate) * up
+
+
+def _silu(x: Any) -> Any:
+    return jax.nn.silu(x)  # itself it cannot be pickled
 
 
 class StackedMoE(Module):
@@ -154,9 +173,7 @@ class StackedMoE(Module):
         self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
         self.gate_cls, self.dtype, self.quant_config = gate_cls, DType.of(dtype), None
         self.gate_up_format = GateUpFormat(gate_up_format)
-        self.gated_activation_fn = gated_activation_fn or make_stacked_gated_activation_fn(
-            jax.nn.silu
-        )
+        self.gated_activation_fn = gated_activation_fn or make_stacked_gated_activation_fn(_silu)
         self.has_bias, self.has_shared_experts = has_bias, has_shared_experts
         self.shared_experts_dim = shared_experts_dim
         self.apply_router_weight_first = apply_router_weight_first
@@ -195,7 +212,14 @@ class StackedMoE(Module):
 
     def __call__(self, x: Any) -> Any:
         """``[N, E]`` → the same shape and dtype; a TensorValue for a TensorValue."""
-        value = TensorValue(x)
+        array = unwrap(x)
+        mesh = explicit.mesh_of(array, *jax.tree.leaves(self))
+        run = explicit.automatic(lambda layer, a: layer._mixed(a), mesh, explicit.entries(array))
+        y = run(self, array)
+        return TensorValue(y) if wraps(x) else y
+
+    def _mixed(self, array: jax.Array) -> jax.Array:
+        value = TensorValue(array)
         routed = value if self.router_dtype is None else value.cast(self.router_dtype)
         experts, shares = (TensorValue(one) for one in self.gate(routed))
         ids = experts.value.reshape(-1).astype(jnp.int32)
@@ -222,7 +246,7 @@ class StackedMoE(Module):
         y = unwrap(moe_finalize(y, back, shares, value.dtype))
         if self.has_shared_experts:
             y = y + unwrap(self.shared_experts(value))
-        return TensorValue(y) if wraps(x) else y
+        return y
 
     def _gate_and_up(self, y: Any) -> tuple[Any, Any]:
         if self.gate_up_format is GateUpFormat.INTERLEAVED:

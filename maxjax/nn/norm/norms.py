@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,9 +239,10 @@ class GroupNorm(ReplicatedLayer, Module):
             raise ValueError(
                 f"GroupNorm of {self.num_channels} channels was given an array of shape {shape}"
             )
-        width = self.num_channels // self.num_groups * math.prod(shape[2:])
-        groups = array.astype(jnp.float32).reshape(shape[0], self.num_groups, width)
-        y = _normalised(groups, -1, self.eps).reshape(shape)
+        # One axis becomes two, and no more: with Explicit axes JAX refuses other reshapes of what is split.
+        divided = (shape[0], self.num_groups, self.num_channels // self.num_groups, *shape[2:])
+        groups = array.astype(jnp.float32).reshape(divided)
+        y = _normalised(groups, tuple(range(2, groups.ndim)), self.eps).reshape(shape)
         if self.weight is not None and self.bias is not None:
             column = (1, self.num_channels, *(1,) * (array.ndim - 2))
             y = y * jnp.asarray(self.weight).astype(jnp.float32).reshape(column)
