@@ -32,7 +32,7 @@ class CompiledFrom:
         Raises:
             ValueError: it has another structure, or other Weights.
         """
-        if self._epoch == EPOCH.structure and not self._cache.watched:
+        if self._epoch == EPOCH.structure and not self._cache.watches:
             return
         now = cache_of(self._module)
         epoch = EPOCH.structure

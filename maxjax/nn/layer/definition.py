@@ -22,10 +22,10 @@ from ...graph.weight.stored import around, leaf_for_jax, leaf_of
 from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice, stack_of
 from ...reloads import code, watch
-from .assigned_list import AssignedList
 from .hooks import token, wrap_edited
-from .static import Live, freeze, unread_fields, unshared
+from .static import unread_fields, unshared
 from .walk import Walk, host_of, source_of
+from .watched import AssignedLists, Changeable
 
 
 class Definition:
@@ -147,46 +147,12 @@ class Node(NamedTuple):
 _ELSEWHERE = -1
 
 
-class Changeable:
-    """An object that can change in place, with the static attributes that hold it."""
-
-    __slots__ = ("value", "where", "places")
-
-    def __init__(self, value: Any, places: list[tuple[Any, str]]):
-        module, attr = places[0]
-        self.value, self.where = value, f"{type(module).__name__}.{attr}"
-        # Weak, because a Module that its own cache refers to would keep its arrays until garbage is collected.
-        self.places = [(weakref.ref(module), attr) for module, attr in places]
-        self.check()
-
-    def check(self) -> None:
-        """Compares the object with the keys of the attributes, and invalidates cached definitions if it has changed."""
-        _, key = freeze(self.value, self.where)
-        for reference, attr in self.places:
-            module = reference()
-            if module is not None and vars(module).get(attr) is self.value:
-                if module._mx_statics[attr] != key:
-                    module._mx_statics[attr] = key
-                    structure_changed()
-
-    @staticmethod
-    def below(modules: list[Any]) -> tuple[Changeable, ...]:
-        """The objects in Modules that can change in place; the keys of the attributes are up to date."""
-        found: dict[int, tuple[Any, list[tuple[Any, str]]]] = {}
-        for module in modules:
-            for attr, key in module._mx_statics.items():
-                if type(key) is Live and attr not in module._mx_unread:
-                    value = vars(module)[attr]
-                    found.setdefault(id(value), (value, []))[1].append((module, attr))
-        return tuple(Changeable(value, places) for value, places in found.values())
-
-
 class Cache:
     """The cached result of the last walk below a Module, and the epochs for which it is valid."""
 
     __slots__ = (
         "structure", "definition", "treedef", "weights", "sliced", "values", "leaves", "table",
-        "watched", "__weakref__",
+        "lists", "changeable", "watches", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -195,17 +161,31 @@ class Cache:
         definition: Definition,
         weights: tuple[Any, ...],
         unread: Unread = (),
-        watched: tuple[AssignedList | Changeable, ...] = (),
+        changeable: tuple[Changeable, ...] = (),
+        lists: AssignedLists | None = None,
         sliced: bool = False,
     ):
         self.structure, self.definition, self.weights = structure, definition, weights
-        # What can change without an assignment to a Module.
-        self.watched = watched
+        # What can change without an assignment to a Module, and whether there is anything.
+        self.changeable, self.lists = changeable, lists
+        self.watches = bool(changeable) or lists is not None
         self.treedef = Variant(definition, unread, False) if unread else definition
         # Whether leaves are slices of stacks, which are kept as StackSlices and sliced on demand.
         self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.values, self.leaves = -1, ()
+
+    def is_outdated(self) -> bool:
+        """Whether the structure below the Module has changed.
+
+        Raises:
+            TypeError: a caller's list was changed after it was assigned.
+        """
+        if self.structure != EPOCH.structure:
+            return True
+        if self.lists is not None:
+            self.lists.check()
+        return any(one.has_changed() for one in self.changeable)
 
     def refresh(self) -> tuple[Any, ...]:
         """Collects the leaves from the weights again."""
@@ -283,8 +263,9 @@ def define(root: Any) -> Cache:
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
     sliced = any(weight.stored.home is not None for weight in weights)
-    watched = (*_shared_lists(walk), *changeable)
-    return Cache(epoch, definition, weights, _unread_of(walk.modules), watched, sliced)
+    lists = AssignedLists(walk.modules)
+    unread = _unread_of(walk.modules)
+    return Cache(epoch, definition, weights, unread, changeable, lists or None, sliced)
 
 
 def _unread_of(modules: list[Any]) -> Unread:
@@ -298,20 +279,6 @@ def _unread_of(modules: list[Any]) -> Unread:
         for module in modules
     )
     return found if any(found) else ()
-
-
-def _shared_lists(walk: Walk) -> tuple[AssignedList, ...]:
-    """The lists that were assigned to Modules and that a caller can still change; it has not yet."""
-    found = []
-    for module in walk.modules:
-        for attr, assigned in tuple(module._mx_assigned.items()):
-            kept = tuple(one for one in assigned if not one.is_unshared)
-            for one in kept:
-                one.check()
-            found += kept
-            if kept != assigned:
-                vars(module)["_mx_assigned"] = {**module._mx_assigned, attr: kept}
-    return tuple(found)
 
 
 def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
@@ -482,18 +449,17 @@ def unflatten(found: Found, leaves: Iterator[Any] | Any) -> Any:
                 for attr, i, place, what in node.shards
             }  # fmt: skip
             module.__dict__.update(made, _mx_shards=made)
-    watched = Changeable.below(modules) if definition.changeable else ()
-    modules[0].__dict__["_mx_cache"] = Cache(EPOCH.structure, definition, holders, unread, watched)
+    changeable = Changeable.below(modules) if definition.changeable else ()
+    modules[0].__dict__["_mx_cache"] = Cache(
+        EPOCH.structure, definition, holders, unread, changeable
+    )
     return modules[0]
 
 
 def cache_of(module: Any) -> Cache:
     """The valid Cache of the structure below a Module; its leaves are not touched."""
     cache = module._mx_cache
-    if cache is not None and cache.structure == EPOCH.structure:
-        for watched in cache.watched:
-            watched.check()
-    if cache is None or cache.structure != EPOCH.structure:
+    if cache is None or cache.is_outdated():
         cache = vars(module)["_mx_cache"] = define(module)
     return cache
 
@@ -502,7 +468,7 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
     # Every jitted call runs this at dispatch: it is a few look-ups if nothing has changed.
     # Leaves are read before the epoch, because other threads advance the epoch before they release leaves.
     cache = module._mx_cache
-    if cache is None or cache.structure != EPOCH.structure or cache.watched:
+    if cache is None or cache.structure != EPOCH.structure or cache.watches:
         cache = cache_of(module)
     leaves = cache.leaves
     if cache.values != EPOCH.values:

@@ -16,6 +16,7 @@ from ...rendering.rendered import summary
 from .hooks import Layer
 from .module import Module
 from .static import MIXED, freeze, holds_items
+from .watched import AssignedList
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -122,7 +123,9 @@ class LayerList(Module, _Of[L], stands_for=list):
     def _item(self, layer: Any) -> Any:
         """The item that represents ``layer``: itself, or a LayerList for a list."""
         if type(layer) in self._mx_containers and holds_items(layer) is not False:
-            return self._mx_containers[type(layer)](layer)
+            made = self._mx_containers[type(layer)](layer)
+            AssignedList.watch("", layer, made)
+            return made
         if layer is None or isinstance(layer, Layer):
             return layer
         if isinstance(layer, Weight) and layer.shard_idx is not None:

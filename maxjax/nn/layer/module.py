@@ -29,7 +29,6 @@ from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
 from . import call_stack, calls, hooks
 from . import place as placing
-from .assigned_list import AssignedList
 from .compiled_from import CompiledFrom
 from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys, unflatten
 from .hooks import Layer
@@ -37,6 +36,7 @@ from .rows import OfModule
 from .state import StateDict
 from .static import Live, freeze, holds_items, unread_fields, unshared
 from .walk import Walk
+from .watched import AssignedList
 
 
 class Module(OfModule, Layer, StateDict, ABC):
@@ -92,8 +92,8 @@ class Module(OfModule, Layer, StateDict, ABC):
     _mx_trained: tuple[str, ...] = ()
     # Attribute → shard of a Weight; the Weight itself may be in any Module.
     _mx_shards: Mapping[str, Weight] = MappingProxyType({})
-    # Attribute → the caller's own list, of which the attribute's LayerList is a copy.
-    _mx_assigned: Mapping[str, tuple[AssignedList, ...]] = MappingProxyType({})
+    # The caller's own list, of which this LayerList was made.
+    _mx_assigned: AssignedList | None = None
     # The classes of Modules that replace Python lists and tuples.
     _mx_containers: dict[type, type] = {}
     _mx_is_container: bool = False
@@ -181,13 +181,13 @@ class Module(OfModule, Layer, StateDict, ABC):
         is_other = name not in self._mx_locals and name not in self._mx_children
         if RUNNING.graphs and is_other and type(value) is TensorValue:
             return RUNNING.graphs[-1].hold(self, name, value)
-        lists: tuple[AssignedList, ...] = ()
         if type(value) in (list, tuple) and holds_items(value) is not False:
-            lists = AssignedList.of(value, where := f"{type(self).__name__}.{name}")
+            where, original = f"{type(self).__name__}.{name}", value
             try:
                 value = self._mx_containers[type(value)](value)
             except TypeError as error:
                 raise TypeError(f"{where}: {error}") from None
+            AssignedList.watch(where, original, value)
         if isinstance(value, Weight) and value.shard_idx is None:
             local = self._claim(name, value)
             self._forget(name, keep=local)
@@ -222,7 +222,6 @@ class Module(OfModule, Layer, StateDict, ABC):
                 "the assignment is lost after the trace. Return the new value instead (a Module holds weights only)",
             )
         vars(self)[name] = value
-        self._watch(name, lists)
         structure_changed()
 
     def _mx_adopt(self) -> None:
@@ -258,12 +257,6 @@ class Module(OfModule, Layer, StateDict, ABC):
         self._mx_statics.pop(name, None)
         self._mx_children.pop(name, None)
 
-    def _watch(self, name: str, lists: tuple[AssignedList, ...]) -> None:
-        """Watches the caller's lists from which an attribute was created, and no longer earlier ones."""
-        if lists or name in self._mx_assigned:
-            others = {attr: one for attr, one in self._mx_assigned.items() if attr != name}
-            vars(self)["_mx_assigned"] = {**others, name: lists} if lists else others
-
     def _mx_refusal(self, name: str) -> str:
         return (
             f"{type(self).__name__}.{name} cannot be changed: the layer is one of a LayerStack, whose layers "
@@ -275,7 +268,6 @@ class Module(OfModule, Layer, StateDict, ABC):
             raise TypeError(self._mx_refusal(name))
         super().__delattr__(name)
         self._forget(name)
-        self._watch(name, ())
         structure_changed()
 
     def __dir__(self) -> list[str]:
@@ -534,7 +526,7 @@ class Module(OfModule, Layer, StateDict, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # The keys of static values hold types that cannot be pickled, such as that of functions.
-        state = {**vars(self), "_mx_cache": None, "_mx_assigned": {}, "_mx_marks": ()}
+        state = {**vars(self), "_mx_cache": None, "_mx_assigned": None, "_mx_marks": ()}
         return {**state, "_mx_statics": dict.fromkeys(self._mx_statics)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import copy
 import functools
 import pickle
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -192,11 +193,38 @@ def test_a_list_changed_behind_the_module_is_told():
         jax.tree.leaves(outer)
     held.nested = [inner]
     assert len(jax.tree.leaves(outer)) == 3
-    # A list that nobody else holds cannot change, and is no longer looked at.
-    assert not Net()._mx_definition()[0].stacked
-    alone = Hold(xs=[linear()])
-    jax.tree.leaves(alone)
-    assert alone._mx_assigned["xs"] == ()
+    late: list[Any] = []
+    held.nested.append(late)
+    late.append(linear())
+    with pytest.raises(TypeError, match="assigned to a LayerList was changed.*append to the item"):
+        jax.tree.leaves(outer)
+
+
+def test_a_list_of_equal_layers_that_is_changed_is_told():
+    class Equal(Module):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = object.__hash__
+
+        def __call__(self, x):
+            return x
+
+    blocks = [Equal()]
+    held = Hold(blocks=blocks)
+    jax.tree.leaves(held)
+    blocks[0] = Equal()
+    with pytest.raises(TypeError, match=r"Hold\.blocks was changed"):
+        jax.tree.leaves(held)
+
+
+def test_replaced_layers_are_freed_though_their_list_was_assigned():
+    held = Hold(xs=[linear(), linear()])
+    jax.tree.leaves(held)
+    gone = weakref.ref(held.xs[0])
+    held.xs[0] = linear()
+    jax.tree.leaves(held)
+    assert gone() is None
 
 
 def test_a_list_of_modules_stacks():

@@ -247,7 +247,7 @@ def test_constants_are_held(value):
     model = Scale(value)
     assert model.o is value or model.o == value
     assert jax.tree.structure(jax.tree.map(lambda leaf: leaf, model)) == jax.tree.structure(model)
-    assert not model._mx_cache.watched
+    assert not model._mx_cache.watches
 
 
 def test_a_module_with_a_changeable_object_is_freed_at_once():
