@@ -69,9 +69,9 @@ def tied(w, ids):
     return linear(below(w, "body."), w["table.weight"][ids]) @ w["table.weight"].T
 
 
-def mlp(w, x):
+def mlp(w, x, act=silu):
     gate, up = (linear(below(w, f"{name}_proj."), x) for name in ("gate", "up"))
-    return linear(below(w, "down_proj."), silu(gate) * up)
+    return linear(below(w, "down_proj."), act(gate) * up)
 
 
 def fused_mlp(w, x):

@@ -67,25 +67,11 @@ def test_only_integers(indices):
         loaded()[0](indices)
 
 
-def test_gradient_adds_up_over_repeated_rows():
-    layer, _ = loaded()
-    gradient = jax.grad(lambda m: m(jnp.array([1, 1, 4])).sum())(layer)
-    np.testing.assert_array_equal(gradient.weight.value[:, 0], [0, 2, 0, 0, 1])
-
-
 def test_initializer():
     values = Embedding(5, 3, "float32", CPU).initializer("weight")(
         jax.random.key(0), (500, 100), jnp.float32
     )
     assert abs(float(values.std()) - 0.02) < 0.001
-
-
-def test_a_tensor_value_gives_a_tensor_value():
-    table = Embedding(4, 3, "float32", DeviceRef.CPU())
-    table.load_state_dict({"weight": jnp.arange(12.0).reshape(4, 3)})
-    found = table(TensorValue(jnp.array([3, 0])))
-    assert type(found) is TensorValue
-    np.testing.assert_array_equal(np.asarray(found), table(jnp.array([3, 0])))
 
 
 ON_MESHES = pytest.mark.parametrize(

@@ -136,18 +136,6 @@ def test_a_wider_bias_is_rounded_once_and_at_the_end():
     np.testing.assert_array_equal(np.asarray(found), exact.astype(jnp.bfloat16))
 
 
-@pytest.mark.slow
-def test_jit_grad_and_vmap():
-    layer, values = loaded(has_bias=True)
-    x = jnp.asarray(np.random.default_rng(3).standard_normal((5, 6)), jnp.float32)
-    run = lambda m, x: m(x)
-    np.testing.assert_allclose(jax.jit(run)(layer, x), layer(x), rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(jax.vmap(run, (None, 0))(layer, x), layer(x), rtol=1e-6, atol=1e-6)
-    gradient = jax.grad(lambda m: m(x).sum())(layer)
-    np.testing.assert_allclose(gradient.weight.value, np.tile(x.sum(0), (4, 1)), rtol=1e-5)
-    np.testing.assert_allclose(gradient.bias.value, [5.0] * 4)
-
-
 def test_lazy_layers_have_shapes():
     layer = Linear(6, 4, "float32", CPU, has_bias=True)
     out = jax.eval_shape(lambda m, x: m(x), layer, jnp.zeros((2, 6)))
@@ -171,15 +159,6 @@ def test_initializers():
     assert abs(float(weight.std()) - 400**-0.5) < 0.002  # fan-in is the last axis
     assert not layer.initializer("bias")(key, (300,), jnp.float32).any()
     assert not layer.initializer("foo.bias")(key, (300,), jnp.float32).any()
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_tensor_value_gives_a_tensor_value(has_bias):
-    layer = Linear(3, 2, "float32", DeviceRef.CPU(), has_bias=has_bias)
-    layer.load_state_dict({n: jnp.ones(w.shape) for n, w in layer.raw_state_dict().items()})
-    found = layer(TensorValue(jnp.ones((4, 3))))
-    assert type(found) is TensorValue
-    np.testing.assert_array_equal(np.asarray(found), layer(jnp.ones((4, 3))))
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -7,7 +7,6 @@ import pytest
 
 import maxjax
 from maxjax import nn
-from maxjax.graph import TensorValue
 from tests.nn.layers import call, random
 from tests.oracles.recorded import recorded, torch
 
@@ -109,13 +108,6 @@ def test_a_narrow_state_under_strict_promotion(kind):
     with jax.numpy_dtype_promotion("strict"):
         new = cell(jnp.ones((2, INPUTS)), (h, h) if kind is nn.LSTMCell else h)
     assert all(one.dtype == jnp.float32 for one in jax.tree.leaves(new))
-
-
-def test_tensor_values_give_tensor_values():
-    x = TensorValue(jnp.ones((2, 4, INPUTS)))
-    y, (h, c) = maxjax.init(nn.LSTM(INPUTS, H), jax.random.key(0))(x)
-    new = maxjax.init(nn.GRUCell(INPUTS, H), jax.random.key(0))(x[:, 0])
-    assert all(isinstance(one, TensorValue) for one in (y, h, c, new))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
