@@ -27,7 +27,7 @@ from ..models.weights import model_facts, shardings_of
 from ..nn.layer import Module
 from ..nn.layer.stack.rearranged import unstack_unequal
 from ..nn.layer.walk import check_module
-from ..nn.low_rank import note_trained
+from ..nn.low_rank import Adapter, note_trained
 from ..storage.hub import checkpoint_path
 from ..storage.save.beside import settled
 from ..storage.save.durable import target_path
@@ -37,17 +37,19 @@ from .peft import (
     CONFIG,
     OLD_WEIGHTS,
     WEIGHTS,
-    base_tensors,
-    by_layer,
+    AdapterSettings,
+    Update,
+    base_of,
     config_of,
     is_tied,
+    is_update,
+    layer_names,
     read_settings,
-    replaced_weights,
-    tensor,
-    tensor_names,
     trained_parts,
-    trained_tensors,
+    updates_in,
+    written,
 )
+from .split import join_updates
 
 M = TypeVar("M", bound=Module)
 
@@ -96,17 +98,12 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
     with Lockstep("lora.save", shardings_of(model)) as together:
         directory = target_path(path)
         gathering = Gathering(together)
-        names = tensor_names(model, found)
+        names = layer_names(model, found)
         weights = model.raw_state_dict()
-        theirs = {
-            f"{name}.{part}": tensor(names[name], part)
-            for one in found
-            for name in one.names
-            for part in one.parts.values()
-        }
         trained = trained_parts(model, found)
-        theirs |= trained.tensors
-        data = {their: weight_data(own, weights[own], gathering) for own, their in theirs.items()}
+        updates = [f"{n}.{p}" for one in found for n in one.names for p in one.parts.values()]
+        own = [*updates, *trained.names]
+        data = written(model, found, {n: weight_data(n, weights[n], gathering) for n in own})
         tensors = [outgoing_data(one, name) for name, one in data.items()]
         config = json_bytes(config_of(model, found, names, trained, base))
         if together.is_shared:
@@ -159,35 +156,39 @@ def _load(model: M, directory: Path, kind: DType | None) -> M:
             )
         # With bias="all" PEFT also writes what a module of modules_to_save was before the training.
         data = {n: one for n, one in weights._named_data() if ".original_module." not in n}
-        layers = by_layer(model, data, os.fspath(file))
-        tables = any(part.startswith("lora_embedding") for _, part, _ in layers.values())
+        updates = updates_in(model, data, os.fspath(file))
+        base = base_of(
+            model,
+            {n: one for n, one in data.items() if not is_update(n)},
+            settings,
+            os.fspath(file),
+        )
+        tables = any(one.part.startswith("lora_embedding") for one in updates.values())
         if settings.tied and tables and is_tied(model):
             raise UnsupportedModelError(
                 f"{directory / CONFIG}: ensure_weight_tying=True is not supported for an update of the table that is "
                 "tied to the head"
             )
-        trained = trained_tensors(model, data, settings, os.fspath(file))
-        copies = {name: one for name, one in data.items() if name not in trained}
-        _check_base(model, copies, os.fspath(file))
-        adapters, values = {}, {own: data[name] for name, own in trained.items()}
-        for name, (layer, part, theirs) in layers.items():
-            adapters[layer] = settings.adapter(theirs)
-            values[f"{layer}.{part}"] = data[name]
-            shape = data[name].shape
-            rank = int(shape[0 if "_A" in part else -1]) if shape else 0
-            if part != "lora_magnitude_vector" and rank != adapters[layer].rank:
+        _check_base(model, base.copies, os.fspath(file))
+        for name, one in updates.items():
+            shape, expected = data[name].shape, settings.adapter(one.theirs).rank
+            rank = int(shape[0 if "_A" in one.part else -1]) if shape else 0
+            if one.part != "lora_magnitude_vector" and rank != expected:
                 raise CheckpointMismatchError(
                     "has another rank than adapter_config.json says", path=file, tensor=name,
-                    expected=adapters[layer].rank, found=rank,
+                    expected=expected, found=rank,
                 )  # fmt: skip
-        dtypes = {data[name].dtype for name in layers}
+        dtypes = {data[name].dtype for name in updates}
         if kind is None and len(dtypes) > 1:
             hint = "Pass dtype=: the dtype of the adapter."
             raise CheckpointMismatchError("tensors of several dtypes", path=file, hint=hint)
+        given, adapters = _joined(updates, data, settings, os.fspath(file))
+        values = {**base.replaced, **base.biases, **given}
         new = attached(model, adapters, kind or dtypes.pop())
-        replaced = replaced_weights(trained, settings)
-        new = jax.tree.map(lambda leaf: leaf, unstack_unequal(new, dict.fromkeys(replaced, True)))
-        note_trained(new, replaced)
+        new = jax.tree.map(
+            lambda leaf: leaf, unstack_unequal(new, dict.fromkeys(base.replaced, True))
+        )
+        note_trained(new, base.replaced)
         new_layers = [(name, one) for one in adapted(new) for name in one.names]
         without = set(adapters) - {name for name, _ in new_layers}
         if without:
@@ -197,13 +198,16 @@ def _load(model: M, directory: Path, kind: DType | None) -> M:
                 tensor=min(without),
             )
         parts = {f"{name}.{part}" for name, one in new_layers for part in one.parts.values()}
-        given = {f"{layer}.{part}" for layer, part, _ in layers.values()}
-        if parts != given:
-            what = "a tensor is missing" if parts - given else "its layer has no such LoRA weight"
+        if parts != given.keys():
+            what = (
+                "a tensor is missing"
+                if parts - given.keys()
+                else "its layer has no such LoRA weight"
+            )
             use = ", and use_dora" if settings.dora else ", and not use_dora"
             raise CheckpointMismatchError(
                 f"{what} (adapter_config.json has peft_type LORA{use})",
-                path=file, tensor=min(parts - given or given - parts),
+                path=file, tensor=min(parts - given.keys() or given.keys() - parts),
             )  # fmt: skip
         try:
             Module.load_state_dict(new, values, strict=False, cast=True)
@@ -212,21 +216,56 @@ def _load(model: M, directory: Path, kind: DType | None) -> M:
     return new
 
 
-def _check_base(model: Module, data: Mapping[str, WeightData], path: str) -> None:
-    """Checks that the copies of base weights in an adapter are equal to the model's weights.
+def _joined(
+    updates: Mapping[str, Update],
+    data: Mapping[str, WeightData],
+    settings: AdapterSettings,
+    path: str,
+) -> tuple[dict[str, WeightData], dict[str, Adapter]]:
+    """The LoRA weights by the model's names, and the settings of each layer.
+
+    Raises:
+        CheckpointMismatchError: the updates of several layers of transformers' model are none of the one layer here.
+    """
+    found: dict[str, WeightData] = {}
+    adapters: dict[str, Adapter] = {}
+    layers: dict[str, dict[str, Update]] = {}
+    for name, one in updates.items():
+        layers.setdefault(one.layer, {})[name] = one
+    for layer, tensors in layers.items():
+        counts = {one.place[1] for one in tensors.values()}
+        parts: dict[int, dict[str, WeightData]] = {}
+        settings_of: dict[int, Adapter] = {}
+        for name, one in tensors.items():
+            parts.setdefault(one.place[0], {})[one.part] = data[name]
+            settings_of[one.place[0]] = settings.adapter(one.theirs)
+        if len(counts) > 1:
+            raise CheckpointMismatchError(
+                "updates of this layer and of its parts", path=path, tensor=layer
+            )
+        if counts == {1}:
+            values, adapters[layer] = parts[0], settings_of[0]
+        else:
+            values, adapters[layer] = join_updates(layer, parts, settings_of, counts.pop(), path)
+        found |= {f"{layer}.{part}": one for part, one in values.items()}
+    return found, adapters
+
+
+def _check_base(model: Module, copies: Mapping[str, WeightData], path: str) -> None:
+    """Checks that the copies of base weights in an adapter, by the model's names, are equal to the model's.
 
     Raises:
         CheckpointMismatchError: a copy has other values: it was trained, or the adapter is for another base model.
     """
     weights = model.raw_state_dict()
-    for name, own in base_tensors(model, data).items():
-        weight, copy = weights[own], data[name]
+    for name, copy in copies.items():
+        weight = weights[name]
         if weight.stored.is_lazy:
             continue
         if copy.dtype.is_float() and weight.dtype.is_float():
             copy = copy.astype(weight.dtype)
-        if not same_content(copy, weight_data(own, weight)):
+        if not same_content(copy, weight_data(name, weight)):
             raise CheckpointMismatchError(
-                f"is a copy of '{own}' with other values than the model's: trained base weights are not supported",
+                f"has a copy of '{name}' with other values than the model's: trained base weights are not supported",
                 path=path, tensor=name,
             )  # fmt: skip

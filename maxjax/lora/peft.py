@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import (
     CheckpointFormatError,
@@ -18,11 +18,13 @@ from ..errors import (
     UserInputError,
     some,
 )
+from ..graph.weights import WeightData
 from ..models.family import PretrainedModel
 from ..models.names import Names, Prefix, Unwrap
 from ..models.parts.encoder import Encoder
 from ..models.parts.heads import ANSWER, CLASSIFY, FILL_MASK, TAG
 from ..models.parts.language_model import LanguageModel
+from ..models.split_layers import SplitLayers
 from ..nn.embedding import Embedding
 from ..nn.layer import Module
 from ..nn.layer.walk import Walk
@@ -30,14 +32,16 @@ from ..nn.low_rank import Adapter, trained_names
 from ..nn.transposed_linear import TransposedLinear
 from ..patterns import NameTable
 from .model import BIASES
+from .split import split_update
 from .targets import TargetLayer, targets
 
+T = TypeVar("T")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # The older name of the weights, written by torch.save.
 OLD_WEIGHTS = "adapter_model.bin"
 _FRONT = "base_model.model."
 # What PEFT adds to the names of the base model's weights.
-_PEFT = (Prefix({_FRONT: ""}), Unwrap("base_layer", "modules_to_save"))
+_PEFT = Names(Prefix({_FRONT: ""}), Unwrap("base_layer", "modules_to_save"))
 # In memory PEFT appends the adapter's name (lora_A.default.weight), and some files have it too.
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(?:(lora_[AB])(?:\.[^.]+)?\.weight"
@@ -167,33 +171,68 @@ def _switch(config: Mapping[str, Any], name: str, path: str) -> bool:
     return bool(value)
 
 
-def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[str, str, str]]:
-    """For each LoRA tensor: the layer's name in the model, the tensor's name in the layer, the layer's name in files.
+class Update(NamedTuple):
+    """What a LoRA tensor of an adapter is in the model.
 
-    The tensor's name in the layer is "lora_A.weight", for example. Tensors of :func:`base_tensors` are left out.
+    Attributes:
+        layer: the layer's name in the model.
+        part: the tensor's name in the layer: "lora_A.weight", for example.
+        theirs: the layer's name in transformers' model.
+        place: (index, number) of the layers in transformers' model that are this one; (0, 1) for most.
+    """
+
+    layer: str
+    part: str
+    theirs: str
+    place: tuple[int, int]
+
+
+def table_of(model: Module) -> Names:
+    """The names of a model's tensors in PEFT's files: those of the modules of transformers' model.
+
+    Where ``config.json`` names code beside the files and a type of model that transformers does not know, the modules
+    are those of that code, and have the names of the files.
+    """
+    if not isinstance(model, PretrainedModel):
+        return Names()
+    names, config = model.family.names, model.hf_config or {}
+    if "auto_map" not in config or config.get("model_type") == model.family.model_type:
+        names = names.of_modules()
+    headless = getattr(model, "lm_head", model) is None and model.task is None
+    return names.without_head() if headless else names
+
+
+def is_update(tensor: str) -> bool:
+    """Whether a tensor of an adapter has the name of a LoRA weight."""
+    return _TENSOR.fullmatch(tensor) is not None
+
+
+def updates_in(model: Module, names: Iterable[str], path: str) -> dict[str, Update]:
+    """The LoRA tensors of an adapter among these, and what each is in the model.
 
     Raises:
-        CheckpointMismatchError: a tensor is not a LoRA weight of a linear layer or an embedding, or is repeated.
+        CheckpointMismatchError: a tensor is of no layer of the model, or is repeated.
     """
-    found: dict[str, tuple[str, str, str]] = {}
-    others = []
-    names = list(names)
-    known = base_tensors(model, names)
+    found: dict[str, Update] = {}
+    others, table = [], table_of(model)
+    split = [row for row in table.rows if isinstance(row, SplitLayers)]
     for tensor in names:
-        if tensor in known:
-            continue
         match = _TENSOR.fullmatch(tensor)
-        layer = match and _own_name(model, match[1])
-        if match and layer is not None:
-            found[tensor] = layer, match[3] or f"{match[2]}.weight", match[1]
-        else:
+        if match is None:
+            continue
+        places = (place for row in split if (place := row.place(match[1])))
+        theirs, *place = next(places, (match[1], 0, 1))
+        weight = table.model_name(f"{theirs}.weight")
+        if weight is None:
             others.append(tensor)
-    if others:
-        raise CheckpointMismatchError(
-            f"these tensors are not supported: {some(others, 3)}", path=path
-        )
-    counts = Counter((layer, part) for layer, part, _ in found.values())
-    for (layer, part), count in counts.items():
+        else:
+            part = match[3] or f"{match[2]}.weight"
+            layer = weight.removesuffix(".weight")
+            found[tensor] = Update(layer, part, match[1], (place[0], place[1]))
+    check_supported(others, path)
+    for (layer, part, _, _), count in Counter(
+        one._replace(theirs="") for one in found.values()
+    ).items():
         if count > 1:
             raise CheckpointMismatchError(f"has {count} tensors {part}", path=path, tensor=layer)
     if not found:
@@ -201,58 +240,92 @@ def by_layer(model: Module, names: Iterable[str], path: str) -> dict[str, tuple[
     return found
 
 
-def base_tensors(model: Module, names: Iterable[str]) -> dict[str, str]:
-    """The tensors of an adapter that are weights of the base model, with the model's names.
+def check_supported(others: Sequence[str], path: str) -> None:
+    """Raises CheckpointMismatchError if there are tensors that the model has no place for."""
+    if others:
+        raise CheckpointMismatchError(
+            f"these tensors are not supported: {some(others, 3)}", path=path
+        )
+
+
+def base_weights(model: Module, tensors: Mapping[str, T]) -> tuple[dict[str, T], list[str]]:
+    """The weights of the base model in tensors of an adapter, by the model's names; and the names of others.
 
     PEFT saves a copy of an embedding table or output layer that has LoRA weights.
-    """
-    weights, aliases = model._mx_names()
-    rows = model.family.names.rows if isinstance(model, PretrainedModel) else ()
-    table = Names(*_PEFT, *rows)
-    found = {}
-    for tensor in names:
-        own = table.model_name(tensor)
-        own = own if own is None else aliases.get(own, own)
-        if own not in weights and isinstance(model, PretrainedModel):
-            own = dict([model.family.tied]).get(own or "")  # a tied head is in no file of a model
-        if own in weights:
-            found[tensor] = own
-    return found
-
-
-def trained_tensors(
-    model: Module, names: Iterable[str], settings: AdapterSettings, path: str
-) -> dict[str, str]:
-    """The tensors of :func:`base_tensors` that replace the model's weights, with the model's names.
 
     Raises:
-        CheckpointMismatchError: a tensor is an embedding table or output layer, and the model has the two tied.
+        CheckpointFormatError: a tensor that holds several weights has another shape.
     """
-    found = {
-        tensor: own
-        for tensor, own in base_tensors(model, names).items()
-        if _is_within(tensor, settings.trained)
-        or (settings.bias != "none" and own.endswith(".bias"))
-    }
+    weights, aliases = model._mx_names()
+    full = {_PEFT.model_name(name) or name: name for name in tensors}
+    table = table_of(model)
+    found, others = {}, []
+    for name, value in table.split({n: tensors[tensor] for n, tensor in full.items()}).items():
+        own = table.model_name(name) or ""
+        own = aliases.get(own, own)
+        if own not in weights and isinstance(model, PretrainedModel):
+            own = dict([model.family.tied]).get(own, "")  # a tied head is in no file of a model
+        if own in weights:
+            found[own] = value
+        else:
+            others.append(full.get(name, name))
+    return found, others
+
+
+class Base(NamedTuple):
+    """The weights of the base model in an adapter, by the model's names.
+
+    Attributes:
+        replaced: those in modules of ``modules_to_save``.
+        biases: those that are trained because of the setting ``bias``.
+        copies: others, which must be equal to the model's.
+    """
+
+    replaced: dict[str, WeightData]
+    biases: dict[str, WeightData]
+    copies: dict[str, WeightData]
+
+
+def base_of(
+    model: Module, tensors: Mapping[str, WeightData], settings: AdapterSettings, path: str
+) -> Base:
+    """The weights of the base model in an adapter.
+
+    Raises:
+        CheckpointMismatchError: a tensor is none of the model; or a trained one is an embedding table or output
+            layer, and the model has the two tied.
+        CheckpointFormatError: a tensor that holds several weights has another shape.
+    """
+    within = {name: one for name, one in tensors.items() if _is_within(name, settings.trained)}
+    rest = {name: one for name, one in tensors.items() if name not in within}
+    try:
+        replaced, others = base_weights(model, within)
+        found, unknown = base_weights(model, rest)
+    except CheckpointFormatError as error:
+        raise CheckpointFormatError(
+            error.problem,
+            path=path,
+            tensor=error.tensor,
+            expected=error.expected,
+            found=error.found,
+        ) from None
+    check_supported([*others, *unknown], path)
+    is_trained = lambda name: settings.bias != "none" and name.endswith(".bias")
+    biases = {name: one for name, one in found.items() if is_trained(name)}
     if is_tied(model) and isinstance(model, PretrainedModel):
-        for tensor, own in found.items():
-            if own == model.family.tied[1]:
-                raise CheckpointMismatchError(
-                    "modules_to_save has trained the head or the embedding table, which are one weight of "
-                    "this model: not supported", path=path, tensor=tensor,
-                )  # fmt: skip
-    return found
+        table = model.family.tied[1]
+        if table in replaced:
+            raise CheckpointMismatchError(
+                "modules_to_save has trained the head or the embedding table, which are one weight of "
+                "this model: not supported", path=path, tensor=table,
+            )  # fmt: skip
+    return Base(replaced, biases, {n: one for n, one in found.items() if n not in biases})
 
 
 def _is_within(tensor: str, modules: tuple[str, ...]) -> bool:
     """Whether a tensor is in a module whose name has one of these endings, or in a part of that module."""
     parts = tensor.removeprefix(_FRONT).split(".")
     return any(".".join(parts[:end]).endswith(modules) for end in range(1, len(parts)))
-
-
-def replaced_weights(trained: Mapping[str, str], settings: AdapterSettings) -> set[str]:
-    """The names of the weights of :func:`trained_tensors` that are in modules of ``modules_to_save``."""
-    return {own for tensor, own in trained.items() if _is_within(tensor, settings.trained)}
 
 
 def is_tied(model: Module) -> bool:
@@ -263,36 +336,15 @@ def is_tied(model: Module) -> bool:
     return model.task == FILL_MASK if isinstance(model, Encoder) else model.task is None
 
 
-def _own_name(model: Module, name: str) -> str | None:
-    """The model's name of a layer that has this name in files."""
-    if not isinstance(model, PretrainedModel):
-        return name
-    own = model.family.names.model_name(f"{name}.weight")
-    return None if own is None else own.removesuffix(".weight")
+def layer_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, list[str]]:
+    """The names in transformers' model of each layer, keyed by the model's names; there may be several of one."""
+    table = table_of(model)
+    return {name: _theirs(table, name) for one in chosen for name in one.names}
 
 
-def tensor_names(model: Module, chosen: Iterable[TargetLayer]) -> dict[str, str]:
-    """The layers' names in transformers' model, keyed by the model's names."""
-    return {name: _their_name(model, name) for one in chosen for name in one.names}
-
-
-def _their_name(model: Module, name: str) -> str:
-    """The name in transformers' model of the layer that has this name in ours."""
-    return _their_weight(model, f"{name}.weight").removesuffix(".weight")
-
-
-def _their_weight(model: Module, name: str) -> str:
-    """The name in transformers' model of the weight that has this name in ours.
-
-    The body of an encoder with a head has a prefix there; a decoder without its head lacks one.
-    """
-    if not isinstance(model, PretrainedModel):
-        return name
-    names = model.family.names
-    if names.body is not None:
-        return names.body.file_names(name)[0]
-    headless = getattr(model, "lm_head", model) is None and model.task is None
-    return name.removeprefix(names.headless_prefix) if headless else name
+def _theirs(table: Names, layer: str) -> list[str]:
+    """The names in transformers' model of the layer that has this name in ours."""
+    return [name.removesuffix(".weight") for name in table.tensors_of(f"{layer}.weight")]
 
 
 def tensor(name: str, part: str) -> str:
@@ -305,20 +357,11 @@ def tensor(name: str, part: str) -> str:
     return f"{_FRONT}{name}.{part}"
 
 
-def _biases(model: Module, chosen: Sequence[TargetLayer], kind: str) -> dict[str, str]:
-    """PEFT's names of the biases that its setting ``bias`` takes for trained, keyed by the model's names."""
-    if kind == "none":
-        return {}
+def _biases(model: Module, chosen: Sequence[TargetLayer], kind: str) -> dict[str, None]:
+    """The names of the biases that PEFT's setting ``bias`` takes for trained."""
     adapted = {f"{name}.bias" for one in chosen for name in one.names}
-    names = [n for n in model.raw_state_dict() if n.endswith(".bias")]
-    return {
-        name: tensor(
-            _their_name(model, name.removesuffix(".bias")),
-            "base_layer.bias" if name in adapted else "bias",
-        )
-        for name in names
-        if kind == "all" or name in adapted
-    }
+    names = [n for n in model.raw_state_dict() if n.endswith(".bias") and kind != "none"]
+    return dict.fromkeys(n for n in names if kind == "all" or n in adapted)
 
 
 class Trained(NamedTuple):
@@ -328,13 +371,13 @@ class Trained(NamedTuple):
         task: PEFT's ``task_type`` of the model's head, if PEFT takes that for trained; None if not.
         modules: ``modules_to_save``.
         bias: the setting ``bias``.
-        tensors: PEFT's names of the weights, keyed by the model's names.
+        names: the model's names of the weights.
     """
 
     task: str | None
     modules: list[str]
     bias: str
-    tensors: dict[str, str]
+    names: list[str]
 
 
 def trained_parts(model: Module, chosen: Sequence[TargetLayer]) -> Trained:
@@ -349,10 +392,12 @@ def trained_parts(model: Module, chosen: Sequence[TargetLayer]) -> Trained:
     layers = {name for one in chosen for name in one.names}
     updates = {f"{n}.{part}" for one in chosen for n in one.names for part in one.parts.values()}
     weights = model.raw_state_dict()
-    theirs = {name: _their_weight(model, name) for name in weights if name not in updates}
+    table = table_of(model)
+    theirs = {name: table.tensors_of(name) for name in weights if name not in updates}
     task, ends = _TASKS.get(getattr(model, "task", None) or "", (None, ()))
     modules = [name for name in ends if getattr(model, name, None) is not None][:1]
-    holds = lambda endings: [n for n, their in theirs.items() if _is_within(their, endings)]
+    is_in = lambda name, endings: any(_is_within(one, endings) for one in theirs[name])
+    holds = lambda endings: [name for name in theirs if is_in(name, endings)]
     conflicts = {
         name: "its layer has LoRA weights too" for name in weights if _parent(name) in layers
     }
@@ -363,24 +408,55 @@ def trained_parts(model: Module, chosen: Sequence[TargetLayer]) -> Trained:
         task, ends, modules = None, (), []  # without its task, PEFT leaves the head as it is
     names = [name for name in trained_names(model) if name in theirs]
     for name in names:
-        if not name.endswith(".bias") and not _is_within(theirs[name], (*ends, *modules)):
-            modules.append(_parent(theirs[name]))
+        if not name.endswith(".bias") and not is_in(name, (*ends, *modules)):
+            modules += map(_parent, theirs[name])
             if not modules[-1]:
                 raise _cannot_hold(name, "it is in no module inside of the model")
-    tensors = {name: tensor(*theirs[name].rsplit(".", 1)) for name in holds((*ends, *modules))}
-    left = {name for name in names if name not in tensors}
+    within = holds((*ends, *modules))
+    left = {*names}.difference(within)
     kinds = BIASES[BIASES.index(bias_of(chosen)) :]
     bias = next((one for one in kinds if left <= _biases(model, chosen, one).keys()), kinds[-1])
-    if conflict := next((name for name in tensors if name in conflicts), None):
+    if conflict := next((name for name in within if name in conflicts), None):
         raise _cannot_hold(conflict, conflicts[conflict])
-    tensors = _biases(model, chosen, bias) | tensors
-    read = base_tensors(model, tensors.values())
-    for name in (*names, *tensors):
-        if read.get(tensors.get(name, "")) != name:
-            raise _cannot_hold(name, "they have no name for it")
-    if is_tied(model) and isinstance(model, PretrainedModel) and model.family.tied[1] in tensors:
+    if is_tied(model) and isinstance(model, PretrainedModel) and model.family.tied[1] in within:
         raise _cannot_hold(model.family.tied[1], "the head and the embedding table are one weight")
-    return Trained(task, modules, bias, tensors)
+    found = list(_biases(model, chosen, bias) | dict.fromkeys(within))
+    if lost := [name for name in names if name not in found]:
+        raise _cannot_hold(lost[0], "they have no name for it")
+    return Trained(task, modules, bias, found)
+
+
+def written(
+    model: Module, chosen: Sequence[TargetLayer], data: Mapping[str, WeightData]
+) -> dict[str, WeightData]:
+    """The tensors of a PEFT file.
+
+    Args:
+        chosen: the layers with LoRA weights.
+        data: the values of these and of other trained weights, by the model's names; nothing is read.
+
+    Raises:
+        UserInputError: a trained weight cannot be written so that :func:`maxjax.lora.load` and PEFT replace it.
+    """
+    table, names = table_of(model), layer_names(model, chosen)
+    rest, found = dict(data), {}
+    for one in chosen:
+        for layer in one.names:
+            theirs = names[layer]
+            for part in one.parts.values():
+                value = rest.pop(f"{layer}.{part}")
+                parts = split_update(part, value, theirs)
+                found |= {tensor(n, part): each for n, each in zip(theirs, parts, strict=True)}
+    base, adapted = table.write(rest), {name for each in names.values() for name in each}
+    tensors = {}
+    for name, value in base.items():
+        layer, _, kind = name.rpartition(".")
+        tensors[tensor(layer, f"base_layer.{kind}" if layer in adapted else kind)] = value
+    read, _ = base_weights(model, tensors)
+    for name in rest:
+        if name not in read or not base.keys() >= {*table.tensors_of(name)}:
+            raise _cannot_hold(name, "they have no name for it")
+    return found | tensors
 
 
 def _parent(name: str) -> str:
@@ -402,18 +478,20 @@ def bias_of(chosen: Iterable[TargetLayer]) -> str:
 def config_of(
     model: Module,
     chosen: list[TargetLayer],
-    names: Mapping[str, str],
+    names: Mapping[str, Sequence[str]],
     trained: Trained,
     base: str | None,
 ) -> dict[str, Any]:
     """The content of ``adapter_config.json`` for a model with LoRA weights in the chosen layers.
 
     Args:
-        names: the layers' names in files, keyed by the model's names.
+        names: the layers' names in transformers' model, keyed by the model's names.
         trained: what is trained besides the LoRA weights.
         base: name or path of the base model.
     """
-    adapters = {names[name]: one.layer.lora for one in chosen for name in one.names}
+    adapters = {
+        their: one.layer.lora for one in chosen for name in one.names for their in names[name]
+    }
     linear = [one.layer for one in chosen if not isinstance(one.layer, Embedding)]
     rank = Counter(a.rank for a in adapters.values()).most_common(1)[0][0]
     alpha = Counter(a.alpha for a in adapters.values()).most_common(1)[0][0]
@@ -456,12 +534,14 @@ def _target_modules(model: Module, adapted: list[str]) -> list[str] | str:
 
     If one of these also fits the name of another module, a regular expression of the full names.
     """
-    every = [name for one in targets(model) for name in one.names]
+    every = [name for each in layer_names(model, targets(model)).values() for name in each]
     taken = Counter(name.rsplit(".", 1)[-1] for name in adapted)
     there = Counter(name.rsplit(".", 1)[-1] for name in every)
     short = [end for end, count in taken.items() if there[end] == count]
     found = sorted(short) + [name for name in adapted if name.rsplit(".", 1)[-1] not in short]
-    modules = {_their_name(model, prefix.removesuffix(".")) for prefix in Walk(model).prefixes}
+    table = table_of(model)
+    paths = [prefix.removesuffix(".") for prefix in Walk(model).prefixes]
+    modules = {name for path in paths for name in _theirs(table, path)}
     ends = (
         parts[k:]
         for name in modules - {*adapted}

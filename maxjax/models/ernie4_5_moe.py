@@ -340,6 +340,8 @@ ERNIE4_5_MOE_GGUF = GGUFTable(
     biases=("exp_probs_b",),
 )
 
+_BIAS = "moe_statics.e_score_correction_bias"
+
 ERNIE4_5_MOE = Ernie45MoE.family = Family.of(
     Ernie45MoE,
     Ernie45MoEConfig,
@@ -349,7 +351,10 @@ ERNIE4_5_MOE = Ernie45MoE.family = Family.of(
         FusedExperts(),
         Drop("*.mtp_*", "mtp_*", kept=True),
         *DECODER,
-        Rename({"gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction_bias"}),
+        Rename(
+            {f".mlp.gate.{_BIAS}": f".mlp.{_BIAS}"},
+            in_modules=True,
+        ),
     ),
     gguf=ERNIE4_5_MOE_GGUF,
 )

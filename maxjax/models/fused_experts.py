@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ _MXFP4 = QuantizationEncoding.MXFP4
 _MLX = ("gate_proj", "up_proj", "down_proj")
 _STACKED = re.compile(rf"(.*\.)switch_mlp\.({'|'.join(_MLX)})\.(weight|scales|biases|bias)")
 _SUFFIXES = ("_blocks", "_scales", "_bias", ".weight", "")
+# A tensor of all experts of a layer: name of the layer, whether it is gate and up, "weight" or "bias".
+_Stack = tuple[str, bool, str]
 
 
 @dataclass(frozen=True)
@@ -208,24 +211,46 @@ class FusedExperts(Row):
         """
         if not self.written:
             return tensors
-        pattern = re.escape(self.expert.removesuffix("weight"))
-        names = "|".join(map(re.escape, self.projections))
-        pattern = pattern.replace(r"\#", "([0-9]+)").replace("#", "([0-9]+)")
-        expert = re.compile(rf"(.*?){pattern.replace(re.escape('*'), f'({names})')}(weight|bias)")
-        groups: dict[tuple[str, bool, str], dict[tuple[int, int], str]] = {}
-        where: dict[str, tuple[str, bool, str]] = {}
+        groups: dict[_Stack, dict[tuple[int, int], str]] = {}
+        where: dict[str, _Stack] = {}
         for name in tensors:
-            if (match := expert.fullmatch(name)) is not None:
-                front, number, kind, what = match.groups()
-                key = where[name] = front, kind != self.projections[-1], what
-                part = self._kinds(key[1]).index(kind)
-                groups.setdefault(key, {})[int(number), part] = name
+            if (place := self._place(name)) is not None:
+                where[name], number, part = place
+                groups.setdefault(where[name], {})[number, part] = name
         made = {key: self._joined(key, names, tensors) for key, names in groups.items()}
         found: dict[str, WeightData] = {}
         for name, data in tensors.items():
             new = made.get(where[name]) if name in where else None
             found |= {name: data} if new is None else new
         return found
+
+    def fused_names(self, name: str) -> list[str]:
+        """See :class:`Row`."""
+        place = self._place(name) if self.written else None
+        return [name] if place is None else [self._stack_name(place[0])]
+
+    def of_modules(self) -> FusedExperts:
+        """See :class:`Row`. The modules have all experts of a layer as one tensor, whatever the files have."""
+        gate_up, down = (
+            next((one for one in names if "experts." in one), names[0])
+            for names in (self.gate_up, self.down)
+        )
+        return replace(self, gate_up=(gate_up,), down=(down,), suffix="", written=True)
+
+    def _place(self, name: str) -> tuple[_Stack, int, int] | None:
+        """(Stack, index of the expert, index of the part) of an expert's weight or bias; None for any other tensor."""
+        match = _expert(self.expert, self.projections).fullmatch(name)
+        if match is None:
+            return None
+        front, number, kind, what = match.groups()
+        is_gate_up = kind != self.projections[-1]
+        return (front, is_gate_up, what), int(number), self._kinds(is_gate_up).index(kind)
+
+    def _stack_name(self, stack: _Stack) -> str:
+        """The name of the tensor of floats that holds the experts of a layer."""
+        front, is_gate_up, what = stack
+        name = front + (self.gate_up if is_gate_up else self.down)[0]
+        return name + ("_bias" if what == "bias" else self.suffix)
 
     def as_in(self, tensors: Mapping[str, Any]) -> FusedExperts:
         """This row with the form in which a file with these tensors holds the experts."""
@@ -252,10 +277,10 @@ class FusedExperts(Row):
         )  # fmt: skip
 
     def _joined(
-        self, key: tuple[str, bool, str], names: Mapping[tuple[int, int], str], tensors: Any
+        self, key: _Stack, names: Mapping[tuple[int, int], str], tensors: Any
     ) -> dict[str, WeightData] | None:
         """The tensor of all experts of a layer, or two tensors in MXFP4; None if experts differ or are missing."""
-        (front, is_gate_up, what), parts = key, len(self._kinds(key[1]))
+        (_, _, what), parts = key, len(self._kinds(key[1]))
         experts = len(names) // parts
         order = [(x, k) for x in range(experts) for k in range(parts)]
         if any(place not in names for place in order) or len(order) != len(names):
@@ -265,20 +290,29 @@ class FusedExperts(Row):
         facts = {(d.dtype, d.quantization_encoding, tuple(map(int, d.shape))) for d in each}
         if len(facts) > 1 or (first.is_packed and first.quantization_encoding is not _MXFP4):
             return None
-        name = front + (self.gate_up if is_gate_up else self.down)[0]
+        name = self._stack_name(key)
         interleaved = self.interleaved and parts > 1
         transposed = self.transposed and what == "weight"
         if first.is_packed:
             packed: Any = _Unpacked(each, parts, interleaved)
+            name = name.removesuffix(self.suffix)
             kinds = [f"{name}_blocks", f"{name}_scales"]
         else:
             packed = _Joined(each, parts, transposed, interleaved)
-            kinds = [name + ("_bias" if what == "bias" else self.suffix)]
+            kinds = [name]
         made = {}
         for kind in kinds:
             dtype, shape = packed.dtype_and_shape(kind)
             made[kind] = WeightData.lazy(packed, kind, DType.of(dtype), shape)
         return made
+
+
+@cache
+def _expert(expert: str, projections: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches names of experts' weights and biases: (layer's name, expert's index, projection, kind)."""
+    pattern = re.escape(expert.removesuffix("weight")).replace(r"\#", "([0-9]+)")
+    names = "|".join(map(re.escape, projections))
+    return re.compile(rf"(.*?){pattern.replace(re.escape('*'), f'({names})')}(weight|bias)")
 
 
 def _part(name: str, value: Any, layout: ExpertLayout) -> Any:

@@ -240,7 +240,7 @@ GPT_NEOX = GPTNeoX.family = Family.of(
         Drop("*.attention.bias", "*.attention.masked_bias"),
         ROPE_TABLES,
         Headless("gpt_neox.", ("embed_in.", "layers.", "final_layer_norm.")),
-        Rename({"lm_head.weight": "embed_out.weight"}),
+        Rename({"lm_head.weight": "embed_out.weight"}, in_modules=True),
     ),
     tied=("embed_out.weight", "gpt_neox.embed_in.weight"),
     gguf=GPT_NEOX_GGUF,

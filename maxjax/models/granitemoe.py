@@ -241,7 +241,7 @@ GRANITEMOE = GraniteMoE.family = Family.of(
             written=True,
         ),
         *DECODER,
-        Rename({f"{_SPARSE}.router.weight": f"{_SPARSE}.router.layer.weight"}),
+        Rename({f"{_SPARSE}.router.weight": f"{_SPARSE}.router.layer.weight"}, in_modules=True),
     ),
     gguf=GRANITEMOE_GGUF,
 )

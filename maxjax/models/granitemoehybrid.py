@@ -541,7 +541,7 @@ GRANITE_HYBRID = GraniteHybrid.family = Family.of(
             written=True,
         ),
         *DECODER,
-        Rename({f"{_SPARSE}.router.weight": f"{_SPARSE}.router.layer.weight"}),
+        Rename({f"{_SPARSE}.router.weight": f"{_SPARSE}.router.layer.weight"}, in_modules=True),
     ),
     gguf=GRANITE_HYBRID_GGUF,
 )

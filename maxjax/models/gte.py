@@ -31,7 +31,7 @@ from ..nn.layer import LayerList, Module
 from ..nn.linear import Linear
 from ..nn.rope_scaling import LinearScalingParams
 from .family import Family
-from .names import ROPE_TABLES, Body, Drop, Names, Rename
+from .names import ROPE_TABLES, Body, Drop, Names, Prefix, Rename
 from .parts import (
     Angles,
     Dtypes,
@@ -62,6 +62,7 @@ from .parts import (
     split_heads_over_mesh,
     with_head,
 )
+from .split_layers import QKV, SplitLayers
 
 _FIXED = {
     "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True,
@@ -267,12 +268,23 @@ GTE = GteModel.family = Family.of(
     "NewModel",
     names=Names(
         Body("gte.", "new."),
-        Rename(
-            {f"lm_head.norm.{one}": f"lm_head.layer_norm.{one}" for one in ("weight", "bias")}, True
-        ),
+        Rename.of_layers({"lm_head.norm": "lm_head.layer_norm"}, written=True, in_modules=False),
         Drop("lm_head.*", "classifier.*", head=True),
         Drop("embeddings.position_ids"),
         ROPE_TABLES,
+        # The names of transformers' modules.
+        SplitLayers(
+            {"attention.qkv_proj": QKV, "mlp.up_gate_proj": ("mlp.up_proj", "mlp.gate_proj")}
+        ),
+        Prefix({"layers.": "encoder.layer."}, in_modules=True),
+        Rename.of_layers(
+            {
+                "self_attn.o_proj": "attention.o_proj",
+                "post_attention_layernorm": "attn_ln",
+                "post_mlp_layernorm": "mlp_ln",
+            },
+            in_modules=True,
+        ),
     ),
 )
 GteForMaskedLM.family = with_head(

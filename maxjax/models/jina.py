@@ -36,7 +36,7 @@ from ..nn.linear import Linear
 from .family import Family
 from .gguf.config.read import rows_of
 from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
-from .names import Body, Drop, Names, Rename
+from .names import Body, Drop, Names, Prefix, Rename
 from .parts import (
     Angles,
     AnswerFinder,
@@ -66,6 +66,7 @@ from .parts import (
     split_heads_over_mesh,
     with_head,
 )
+from .split_layers import QKV, SplitLayers
 from .unread import ReadTracker
 
 _LOG = logging.getLogger("maxjax")
@@ -280,6 +281,20 @@ JINA_V3_GGUF = GGUFTable(
     written=("attention.causal", "pooling_type"),
 )  # fmt: skip
 
+# The names of transformers' modules.
+_MODULES = (
+    SplitLayers({"mixer.Wqkv": QKV}),
+    Prefix({"layers.": "encoder.layers.", "embeddings.LayerNorm.": "emb_ln."}, in_modules=True),
+    Rename.of_layers(
+        {
+            "self_attn.o_proj": "mixer.out_proj",
+            "post_attention_layernorm": "norm1",
+            "post_mlp_layernorm": "norm2",
+        },
+        in_modules=True,
+    ),
+)
+
 JINA_V3 = JinaV3Model.family = Family.of(
     JinaV3Model,
     JinaV3Config,
@@ -289,6 +304,7 @@ JINA_V3 = JinaV3Model.family = Family.of(
         Drop("lm_head.*", "classifier.*", "qa_outputs.*", head=True),
         Drop("*.lora_A", "*.lora_B", kept=True),
         Rename({_ORIGINAL: ".weight"}),
+        *_MODULES,
     ),
     gguf=JINA_V3_GGUF,
 )

@@ -585,6 +585,13 @@ KIMI_LINEAR_GGUF = GGUFTable(
     split=split_keys_and_values,
 )  # fmt: skip
 
+_MIXTURE = (
+    "gate.weight",
+    "gate.e_score_correction_bias",
+    *(f"shared_experts.{part}_proj.weight" for part in _PARTS),
+)
+_FORGET_GATE = ("f_a_proj.weight", "f_b_proj.weight", "dt_bias", "A_log")
+
 KIMI_LINEAR = KimiLinear.family = Family.of(
     KimiLinear,
     KimiLinearConfig,
@@ -593,6 +600,12 @@ KIMI_LINEAR = KimiLinear.family = Family.of(
         *DECODER,
         # transformers writes the MLPs of layers without experts so, as if they had some.
         Rename({f"{_MOE}.{part}_proj.weight": f"mlp.{part}_proj.weight" for part in _PARTS}),
+        # The names of its modules, of which one has the three convolutions.
+        Rename(
+            {f".mlp.{name}": f".{_MOE}.{name}" for name in _MIXTURE}
+            | {f".forget_gate.{name}": f".{name}" for name in _FORGET_GATE},
+            in_modules=True,
+        ),
     ),
     gguf=KIMI_LINEAR_GGUF,
 )

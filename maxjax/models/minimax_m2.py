@@ -280,7 +280,8 @@ MINIMAX_M2 = MiniMaxM2.family = Family.of(
             {
                 ".mlp.gate.weight": ".block_sparse_moe.gate.weight",
                 ".mlp.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
-            }
+            },
+            in_modules=True,
         ),
     ),
     gguf=MINIMAX_M2_GGUF,

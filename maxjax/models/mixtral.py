@@ -211,6 +211,6 @@ MIXTRAL = Mixtral.family = Family.of(
     names=Names(
         FusedExperts("block_sparse_moe.experts.#.*.weight", ("w1", "w3", "w2")),
         *DECODER,
-        Rename({".mlp.gate.weight": ".block_sparse_moe.gate.weight"}),
+        Rename({".mlp.gate.weight": ".block_sparse_moe.gate.weight"}, in_modules=True),
     ),
 )

@@ -329,15 +329,11 @@ MODERNBERT_DECODER = ModernBertDecoder.family = Family.of(
     "ModernBertDecoderForCausalLM",
     names=Names(
         ROPE_TABLES,
-        Rename(
+        Rename.of_layers(
             {
-                **{
-                    f"lm_head.{part}.{kind}": f"transform.{part}.{kind}"
-                    for part in ("dense", "norm")
-                    for kind in ("weight", "bias")
-                },
-                "decoder.weight": "lm_head.weight",
-                "decoder.bias": "lm_head.bias",
+                "lm_head.dense": "transform.dense",
+                "lm_head.norm": "transform.norm",
+                "decoder": "lm_head",
             },
             written=True,
         ),

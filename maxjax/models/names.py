@@ -39,8 +39,16 @@ class Row:
         """The inverse of :meth:`split`, for saving."""
         return tensors
 
+    def fused_names(self, name: str) -> list[str]:
+        """The names of the tensors in which :meth:`fuse` puts a weight, by its name in the model."""
+        return [name]
+
     def as_in(self, tensors: Mapping[str, Any]) -> Self:
         """This row as a file with these tensors has it, to write a file of the same form."""
+        return self
+
+    def of_modules(self) -> Self:
+        """This row for the names of the modules of transformers' models, which differ from those of its files."""
         return self
 
     def unloaded(self, names: Collection[str]) -> list[str]:
@@ -54,6 +62,8 @@ class Prefix(Row):
 
     Attributes:
         prefixes: prefix in files → prefix in the model.
+        written: whether names are written with these prefixes.
+        in_modules: whether transformers' modules have these prefixes.
 
     Example:
         >>> row = Prefix({"language_model.model.": "model."})
@@ -62,6 +72,8 @@ class Prefix(Row):
     """
 
     prefixes: Mapping[str, str]
+    written: bool = False
+    in_modules: bool = False
 
     def model_name(self, name: str) -> str | None:
         """See :class:`Row`."""
@@ -73,7 +85,12 @@ class Prefix(Row):
     def file_names(self, name: str) -> list[str]:
         """See :class:`Row`."""
         pairs = self.prefixes.items()
-        return [name, *(old + name[len(new) :] for old, new in pairs if name.startswith(new))]
+        old = [old + name[len(new) :] for old, new in pairs if name.startswith(new)]
+        return [*old, name] if self.written else [name, *old]
+
+    def of_modules(self) -> Self:
+        """See :class:`Row`."""
+        return replace(self, written=self.in_modules)
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,7 @@ class Headless(Row):
     Attributes:
         prefix: the prefix.
         starts: how names begin that lack it.
+        written: whether names are written without it.
 
     Example:
         >>> Headless("model.", ("layers.", "norm.")).model_name("norm.weight")
@@ -91,10 +109,15 @@ class Headless(Row):
 
     prefix: str
     starts: tuple[str, ...]
+    written: bool = False
 
     def model_name(self, name: str) -> str | None:
         """See :class:`Row`."""
         return self.prefix + name if name.startswith(self.starts) else name
+
+    def file_names(self, name: str) -> list[str]:
+        """See :class:`Row`."""
+        return [name.removeprefix(self.prefix)] if self.written else [name]
 
 
 @dataclass(frozen=True, init=False)
@@ -232,7 +255,8 @@ class Rename(Row):
 
     Attributes:
         endings: ending in files → ending in the model.
-        written: whether files are written with these endings; if not, only old files have them.
+        written: whether files are written with these endings; if not, only old files have them, or only modules.
+        in_modules: whether transformers' modules have these endings; None: as files that are written.
 
     Example:
         >>> Rename({"LayerNorm.gamma": "LayerNorm.weight"}).model_name("embeddings.LayerNorm.gamma")
@@ -241,6 +265,15 @@ class Rename(Row):
 
     endings: Mapping[str, str]
     written: bool = False
+    in_modules: bool | None = None
+
+    @classmethod
+    def of_layers(cls, layers: Mapping[str, str], **settings: bool) -> Self:
+        """A row for the weights and biases of layers whose names have these endings."""
+        kinds = ("weight", "bias")
+        return cls(
+            {f"{old}.{k}": f"{new}.{k}" for old, new in layers.items() for k in kinds}, **settings
+        )
 
     def model_name(self, name: str) -> str | None:
         """See :class:`Row`."""
@@ -254,6 +287,10 @@ class Rename(Row):
         pairs = self.endings.items()
         old = [name[: -len(new)] + old for old, new in pairs if name.endswith(new)]
         return [*old, name] if self.written else [name, *old]
+
+    def of_modules(self) -> Self:
+        """See :class:`Row`."""
+        return self if self.in_modules is None else replace(self, written=self.in_modules)
 
 
 @dataclass(frozen=True, init=False)
@@ -491,6 +528,13 @@ class Names:
         """
         return {self.file_names(name)[0]: value for name, value in self.read(tensors).items()}
 
+    def tensors_of(self, name: str) -> list[str]:
+        """The names of the tensors that :meth:`write` makes of a weight; several weights may share a tensor."""
+        found = [name]
+        for row in reversed(self.rows):
+            found = [new for one in found for new in row.fused_names(one)]
+        return [self.file_names(one)[0] for one in found]
+
     def fuse(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The inverse of :meth:`split`."""
         for row in reversed(self.rows):
@@ -555,6 +599,23 @@ class Names:
     def of_body(self) -> Names:
         """This table for files of the model's body alone, whose names have no prefix."""
         return Names(*(row.alone() if isinstance(row, Body) else row for row in self.rows))
+
+    def of_modules(self) -> Names:
+        """This table for the names of the modules of transformers' models, as in PEFT's files.
+
+        Example:
+            >>> names = Names(Rename({"lm_head.bias": "bias"}, in_modules=True)).of_modules()
+            >>> names.tensors_of("bias")
+            ['lm_head.bias']
+        """
+        return Names(*(row.of_modules() for row in self.rows))
+
+    def without_head(self) -> Names:
+        """This table to write the model without its head, whose names lack :attr:`headless_prefix`."""
+        rows = self.rows
+        return Names(
+            *(replace(row, written=True) if isinstance(row, Headless) else row for row in rows)
+        )
 
     def _dropped_by(self, tensor: str) -> Drop | None:
         """The row that drops a tensor by its name."""

@@ -571,7 +571,7 @@ NEMOTRON_H = NemotronH.family = Family.of(
     NemotronH,
     NemotronHConfig,
     names=Names(
-        Prefix({"model.": "backbone."}),
+        Prefix({"model.": "backbone."}, in_modules=True),
         FusedExperts(
             "mixer.experts.#.*.weight",
             ("up_proj", "down_proj"),

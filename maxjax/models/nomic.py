@@ -34,7 +34,7 @@ from .family import Family
 from .gguf.config.read import Config, Shapes, rows_of
 from .gguf.metadata import Settings
 from .gguf.table import ENCODER_BIASES, ENCODER_NAMES, GGUFTable
-from .names import ROPE_TABLES, Body, Drop, Names
+from .names import ROPE_TABLES, Body, Drop, Names, Prefix, Rename
 from .parts import (
     Angles,
     Dtypes,
@@ -65,6 +65,7 @@ from .parts import (
     with_head,
 )
 from .parts.rotary import read_rope
+from .split_layers import QKV, SplitLayers
 from .unread import ReadTracker
 
 # The usual keys, and the keys of the published files.
@@ -367,6 +368,23 @@ NOMIC_BERT_GGUF = GGUFTable(
     written=("attention.causal", "pooling_type"),
 )  # fmt: skip
 
+# The names of transformers' modules.
+_MODULES = (
+    SplitLayers({"attn.Wqkv": QKV}),
+    Prefix({"layers.": "encoder.layers.", "embeddings.LayerNorm.": "emb_ln."}, in_modules=True),
+    Rename.of_layers(
+        {
+            "self_attn.o_proj": "attn.out_proj",
+            "mlp.up_proj": "mlp.fc11",
+            "mlp.gate_proj": "mlp.fc12",
+            "mlp.down_proj": "mlp.fc2",
+            "post_attention_layernorm": "norm1",
+            "post_mlp_layernorm": "norm2",
+        },
+        in_modules=True,
+    ),
+)
+
 NOMIC_BERT = NomicBertModel.family = Family.of(
     NomicBertModel,
     NomicBertConfig,
@@ -375,6 +393,7 @@ NOMIC_BERT = NomicBertModel.family = Family.of(
         Body("nomic_bert.", "bert."),
         Drop("cls.predictions.*", "cls.seq_relationship.*", "classifier.*", head=True),
         ROPE_TABLES,
+        *_MODULES,
     ),
     gguf=NOMIC_BERT_GGUF,
 )

@@ -283,7 +283,7 @@ PHIMOE = PhiMoE.family = Family.of(
     names=Names(
         FusedExperts("block_sparse_moe.experts.#.*.weight", ("w1", "w3", "w2")),
         *DECODER,
-        Rename({".mlp.router.weight": ".block_sparse_moe.gate.weight"}),
+        Rename({".mlp.router.weight": ".block_sparse_moe.gate.weight"}, in_modules=True),
     ),
     gguf=PHIMOE_GGUF,
 )
