@@ -62,6 +62,9 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
     head of a model for texts, tokens or answers, trained or not, as PEFT expects it, unless it has LoRA weights or is
     quantised.
 
+    Tensors have the names of the modules of transformers 5, where these differ from those in the base model's files. An
+    update of a layer that transformers has as several layers, such as queries, keys and values, is written for each.
+
     If the directory already holds an adapter, that one stays valid until the new one is complete. If several
     processes share the model's mesh, all of them must make the call.
 
@@ -120,7 +123,8 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
 def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
     """Returns a new model: the base model with an adapter that PEFT or :func:`save` wrote.
 
-    Modules that were trained completely (``modules_to_save``) and trained biases replace those of the base model.
+    Modules that were trained completely (``modules_to_save``) and trained biases replace those of the base model. The
+    updates of several layers that are one layer here become one update, of the sum of their ranks.
 
     Args:
         model: the base model; it is not changed, and shares its arrays with the result. It may be quantised,

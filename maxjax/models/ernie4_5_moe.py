@@ -340,8 +340,6 @@ ERNIE4_5_MOE_GGUF = GGUFTable(
     biases=("exp_probs_b",),
 )
 
-_BIAS = "moe_statics.e_score_correction_bias"
-
 ERNIE4_5_MOE = Ernie45MoE.family = Family.of(
     Ernie45MoE,
     Ernie45MoEConfig,
@@ -352,7 +350,7 @@ ERNIE4_5_MOE = Ernie45MoE.family = Family.of(
         Drop("*.mtp_*", "mtp_*", kept=True),
         *DECODER,
         Rename(
-            {f".mlp.gate.{_BIAS}": f".mlp.{_BIAS}"},
+            {"gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction_bias"},
             in_modules=True,
         ),
     ),

@@ -251,7 +251,7 @@ class Copy(Row):
 
 @dataclass(frozen=True)
 class Rename(Row):
-    """Replaces the first of these endings that a name in a file ends with, unless it ends with the new one.
+    """Replaces the first of these endings that a name in a file ends with, unless it has the new one already.
 
     Attributes:
         endings: ending in files → ending in the model.
@@ -278,7 +278,8 @@ class Rename(Row):
     def model_name(self, name: str) -> str | None:
         """See :class:`Row`."""
         for old, new in self.endings.items():
-            if name.endswith(old) and not name.endswith(new):  # not renamed already
+            is_renamed = len(new) > len(old) and name.endswith(new)
+            if name.endswith(old) and not is_renamed:
                 return name[: -len(old)] + new
         return name
 
