@@ -1,15 +1,19 @@
-"""Names that MAX has and maxjax does not: they can be imported, and say what to do instead when they are used.
+"""Names and arguments that MAX has and maxjax does not: both can be written, and say what to do instead if used.
 
 A model file of MAX imports many names of which only a few are used at run time. So a name without a counterpart
 is a class that may appear in annotations, as a default value or as a base class. Calling it, making an instance
 of it or of a derived class, or iterating over it raises NotImplementedError with the advice of ``ADVICE``.
+
+Files of MAX also pass arguments that are None in models maxjax runs. The functions take them at MAX's position, but
+``help`` does not show them (:func:`hides`), and another value than None raises (:func:`refuse_arguments`).
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 
 class Refused(ABCMeta):
@@ -94,6 +98,57 @@ def absent(module: str, names: Mapping[str, str] | None = None) -> Callable[[str
     return __getattr__
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def hides(*names: str) -> Callable[[_Function], _Function]:
+    """A decorator of functions with arguments that are only for files of MAX: signatures do not show them.
+
+    Example:
+        >>> import inspect
+        >>> @hides("quant_config")
+        ... def linear(x, weight, quant_config=None):
+        ...     refuse_arguments("linear", quant_config=quant_config)
+        >>> inspect.signature(linear)
+        <Signature (x, weight)>
+        >>> linear(1, 2, quant_config=3)
+        Traceback (most recent call last):
+        NotImplementedError: linear(quant_config=…) is not supported: quantised checkpoints are read by maxjax.load,
+        into the layers of maxjax.nn.quantized
+    """
+
+    def hidden(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        shown = [one for name, one in signature.parameters.items() if name not in names]
+        vars(function).update(
+            __signature__=signature.replace(parameters=shown), _mx_hidden=frozenset(names)
+        )
+        return function
+
+    return hidden
+
+
+def hidden_arguments(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of the arguments that the signature of a function does not show."""
+    return getattr(function, "_mx_hidden", frozenset())
+
+
+def refuse_arguments(owner: Any, **given: Any) -> None:
+    """Checks that arguments that maxjax does not have are None.
+
+    Args:
+        owner: the function's name, or the object that is being made.
+        given: the values of the arguments, by name; MAX's files may also pass False.
+
+    Raises:
+        NotImplementedError: one has another value.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            what = owner if isinstance(owner, str) else type(owner).__name__
+            raise NotImplementedError(f"{what}({name}=…) is not supported: {ARGUMENTS[name]}")
+
+
 _MESH = "arrays are sharded over a jax.sharding.Mesh (Module.to), and XLA inserts the communication"
 _EXPERTS = (
     "nn.MoE runs experts; on a mesh with an expert axis (Module.to), XLA sends tokens to them"
@@ -109,6 +164,15 @@ _PAGED = (
     "there are no paged caches; maxjax.kernels.attention runs attention over a maxjax.nn.KVCache"
 )
 _SAMPLING = "maxjax.generate(…, sampling=maxjax.Sampling(…)) chooses tokens"
+
+# Argument that MAX has → advice.
+ARGUMENTS = {
+    **dict.fromkeys(
+        ("quant_config", "shared_experts_quant_config", "o_proj_quant_config", "mxfp8_activations"),
+        _PACKED,
+    ),
+    "_freqs_cis": "a Module holds arrays in Weights only; rotate(x, cos, sin) takes a table of yours",
+}
 
 # Path below ``max`` → {names, separated by spaces: advice}, for the names that MAX's model files import. A name
 # leaves this table when maxjax has it; tests/test_max_names.py compares the two.

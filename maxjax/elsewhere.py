@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from .absent import hidden_arguments
 from .errors import UnknownArgumentError, closest
 
 
@@ -225,12 +226,33 @@ def check_keywords(cls: type, given: Iterable[str]) -> None:
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return
     names = list(parameters)[1:]
+    hidden = hidden_arguments(cls.__init__)
     for name in given:
-        if name not in names:
+        if name not in names and name not in hidden:
             hint = meant(name, names) or f"; it takes {', '.join(names) or 'none'}"
             raise UnknownArgumentError(
                 f"{cls.__name__}() got an unexpected keyword argument {name!r}{hint}"
             )
+
+
+def either(default: bool, **given: bool | None) -> bool:
+    """The value of an argument that has two names; the default if neither is given.
+
+    Raises:
+        TypeError: both names are given, with different values.
+
+    Example:
+        >>> either(False, has_bias=None, bias=True), either(True, use_bias=None, bias=None)
+        (True, True)
+        >>> either(False, has_bias=False, bias=True)
+        Traceback (most recent call last):
+        TypeError: has_bias=False and bias=True are two names of one argument: pass one of them
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    if len({bool(value) for value in values.values()}) > 1:
+        shown = " and ".join(f"{name}={value}" for name, value in values.items())
+        raise TypeError(f"{shown} are two names of one argument: pass one of them")
+    return bool(next(iter(values.values()), default))
 
 
 _signature = lru_cache(maxsize=4096)(inspect.signature)

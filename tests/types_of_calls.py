@@ -22,3 +22,9 @@ def own(model: Llama, mesh: jax.sharding.Mesh, ids: Any, cache: maxjax.nn.KVCach
     assert_type(maxjax.lora.add(model), Llama)
     assert_type(model(ids), jax.Array)
     assert_type(model(ids, cache), tuple[jax.Array, maxjax.nn.KVCache])
+
+
+def layers() -> None:
+    assert_type(maxjax.nn.Linear(3, 2, bias=True), maxjax.nn.Linear)
+    assert_type(maxjax.nn.MLP(hidden_dim=3, feed_forward_length=8, bias=True), maxjax.nn.MLP)
+    assert_type(maxjax.nn.LayerNorm(3, bias=False), maxjax.nn.LayerNorm)

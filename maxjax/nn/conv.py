@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from ..dtype import DType, promote
+from ..elsewhere import either
 from ..graph.device import DeviceRef
 from ..graph.ops.convolution import check_not_empty
 from ..graph.value import TensorValue, unwrap, wraps
@@ -86,7 +87,7 @@ class Conv1D(_Conv):
         dilation: distance in the input between neighbouring kernel elements.
         num_groups: number of groups of channels; each group is convolved by itself.
         device: device that the weights are declared on.
-        has_bias: whether there is a bias.
+        has_bias, bias: two names of one argument: whether there is a bias. By default there is none.
         permute: whether layouts are PyTorch's, channels before the spatial axes.
         name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
 
@@ -113,13 +114,16 @@ class Conv1D(_Conv):
         dilation: int = 1,
         num_groups: int = 1,
         device: DeviceRef | None = None,
-        has_bias: bool = False,
+        has_bias: bool | None = None,
         permute: bool = False,
         name: str | None = None,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
         self._build((kernel_size,), in_channels, out_channels, dtype, stride, padding,
-                    dilation, num_groups, device, has_bias, permute, name)  # fmt: skip
+                    dilation, num_groups, device, either(False, has_bias=has_bias, bias=bias),
+                    permute, name)  # fmt: skip
 
 
 class Conv2d(_Conv):
@@ -140,14 +144,17 @@ class Conv2d(_Conv):
         dilation: int | tuple[int, int] = 1,
         num_groups: int = 1,
         device: DeviceRef | None = None,
-        has_bias: bool = False,
+        has_bias: bool | None = None,
         permute: bool = False,
         name: str | None = None,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
         kernel = sizes(kernel_size, 2, "kernel_size")
         self._build(kernel, in_channels, out_channels, dtype, stride, padding,
-                    dilation, num_groups, device, has_bias, permute, name)  # fmt: skip
+                    dilation, num_groups, device, either(False, has_bias=has_bias, bias=bias),
+                    permute, name)  # fmt: skip
 
 
 class Conv3D(_Conv):
@@ -170,13 +177,16 @@ class Conv3D(_Conv):
         dilation: int | tuple[int, int, int] = 1,
         num_groups: int = 1,
         device: DeviceRef | None = None,
-        has_bias: bool = False,
+        has_bias: bool | None = None,
         permute: bool = False,
         name: str | None = None,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
         self._build((depth, height, width), in_channels, out_channels, dtype, stride, padding,
-                    dilation, num_groups, device, has_bias, permute, name)  # fmt: skip
+                    dilation, num_groups, device, either(False, has_bias=has_bias, bias=bias),
+                    permute, name)  # fmt: skip
 
 
 def sizes(value: Sizes, axes: int, what: str) -> tuple[int, ...]:

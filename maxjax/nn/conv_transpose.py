@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
+from ..elsewhere import either
 from ..graph.device import DeviceRef
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
@@ -31,7 +32,7 @@ class ConvTranspose1d(Module):
         dilation: distance in the result between neighbouring kernel elements.
         output_padding: number of positions added at the end of the result.
         device: device that the weights are declared on.
-        has_bias: whether there is a bias.
+        has_bias, bias: two names of one argument: whether there is a bias. By default there is none.
         permute: whether layouts, the weight's too, are PyTorch's.
         name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
 
@@ -60,11 +61,14 @@ class ConvTranspose1d(Module):
         dilation: int | tuple[int, int] = 1,
         output_padding: int | tuple[int, int] = 0,
         device: DeviceRef | None = None,
-        has_bias: bool = False,
+        has_bias: bool | None = None,
         permute: bool = False,
         name: str | None = None,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
+        has_bias = either(False, has_bias=has_bias, bias=bias)
         self.kernel_length, self.in_channels, self.permute = length, in_channels, permute
         self.stride, self.dilation = _of_width(stride, 1), _of_width(dilation, 1)
         self.output_padding = _of_width(output_padding, 0)

@@ -43,7 +43,7 @@ class Embedding(LowRank):
         weight: Weight ``[vocab_size, hidden_dim]``.
 
     Example:
-        >>> table = Embedding(2, 3, "float32", DeviceRef.CPU())
+        >>> table = Embedding(2, 3)
         >>> _ = table.load_state_dict({"weight": jnp.arange(6.0).reshape(2, 3)})
         >>> print(table(jnp.array([1, 0, 1])))
         [[3. 4. 5.]

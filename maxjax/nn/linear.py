@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ..absent import absent as _absent
+from ..absent import hides, refuse_arguments
 from ..dtype import DType
+from ..elsewhere import either
 from ..graph.device import DeviceRef
 from ..graph.operands import refuse_integers
 from ..graph.ops.collectives import allgather
@@ -42,10 +44,9 @@ class Linear(LowRank):
         in_dim, out_dim: length of the last axis of the input and of the result.
         dtype: dtype of weight and bias.
         device: device that the weights are declared on; None means the CPU.
-        has_bias: whether to add a bias.
+        has_bias, bias: two names of one argument: whether to add a bias. By default there is none.
         quantization_encoding: block format of a quantised weight, or None. The weight is then uint8
             ``[out_dim, bytes]``, and the bias is float32 unless ``dtype`` is a float.
-        quant_config: not supported yet.
         name: prefix of the weights' names: ``"<name>.weight"``, ``"<name>.bias"``.
         clip_weight: bound of the weight (not the bias), which is clipped to ``±clip_weight``; 0 and None mean no bound.
         is_sharding: whether to create no weights; the code that shards a layer assigns them to its parts.
@@ -53,36 +54,43 @@ class Linear(LowRank):
     Attributes:
         weight: Weight ``[out_dim, in_dim]``.
         bias: Weight ``[out_dim]``, or None.
-        input_scale, weight_scale, weight_scale_2: always None: MAX's scales of a ``quant_config``.
+        input_scale, weight_scale, weight_scale_2: always None; MAX's files read them.
 
     The result has the wider float dtype of ``x`` and ``weight``. A bias of another dtype is
     added in float32 or wider, and the sum is rounded once.
 
     Example:
-        >>> layer = Linear(3, 2, "float32", DeviceRef.CPU(), has_bias=True)
-        >>> layer.raw_state_dict()["weight"], layer.bias
+        >>> import maxjax
+        >>> layer = Linear(3, 2, bias=True)
+        >>> layer.weight, layer.bias
         (Weight(weight, DType.float32, [Dim(2), Dim(3)], cpu:0),
          Weight(bias, DType.float32, [Dim(2)], cpu:0))
+        >>> layer = maxjax.init(layer, jax.random.key(0))
+        >>> layer(jnp.ones((5, 3))).shape
+        (5, 2)
     """
 
     input_scale = weight_scale = weight_scale_2 = None
 
+    @hides("quant_config")
     def __init__(
         self,
         in_dim: int,
         out_dim: int,
         dtype: Any = DType.float32,
         device: DeviceRef | None = None,
-        has_bias: bool = False,
+        has_bias: bool | None = None,
         quantization_encoding: QuantizationEncoding | None = None,
         quant_config: Any = None,
         name: str | None = None,
         clip_weight: float | None = None,
         is_sharding: bool = False,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
-        if quant_config is not None:
-            raise NotImplementedError("Linear(quant_config=...) is not supported yet")
+        refuse_arguments(self, quant_config=quant_config)
+        has_bias = either(False, has_bias=has_bias, bias=bias)
         self.device = device = device or DeviceRef.CPU()
         self.clip_weight = clip_weight or None  # MAX's files write False and 0 too
         self.quant_config = None
@@ -286,16 +294,15 @@ class ColumnParallelLinear(Linear):
 class MLP(Module):
     """``down_proj(activation(gate_proj(x)) · up_proj(x))`` (N. Shazeer, arXiv:2002.05202).
 
-    Args (in MAX's order):
+    Args (in MAX's order; the two sizes are required):
         dtype: dtype of the weights.
         quantization_encoding: block format of quantised weights, or None.
         hidden_dim: length of the last axis of the input and of the result.
         feed_forward_length: length of the last axis between the linear layers.
         devices: devices; the weights are declared on the first.
         linear_cls: constructor of the three linear layers: Linear, or a callable with its keyword arguments.
-        has_bias: whether each linear layer has a bias.
+        has_bias, bias: two names of one argument: whether each linear layer has a bias. By default none has.
         activation_function: name of the activation function, as ``nn.activation`` takes it.
-        quant_config: not supported yet.
         swiglu_limit: if positive, ``activation(gate_proj(x))`` is at most this, and ``up_proj(x)`` within ± it.
         is_sharding: whether to create no linear layers; the code that shards an MLP assigns them to its parts.
 
@@ -303,29 +310,38 @@ class MLP(Module):
         gate_proj, down_proj, up_proj: linear layers, registered in this order, as in MAX.
 
     Raises:
+        TypeError: a size is missing.
         ValueError: there is no activation function of that name.
 
     Example:
-        >>> mlp = MLP("float32", None, 3, 8, [DeviceRef.CPU()])
+        >>> mlp = MLP(hidden_dim=3, feed_forward_length=8)
         >>> list(mlp.raw_state_dict())
         ['gate_proj.weight', 'down_proj.weight', 'up_proj.weight']
     """
 
+    @hides("quant_config")
     def __init__(
         self,
-        dtype: Any,
-        quantization_encoding: QuantizationEncoding | None,
-        hidden_dim: int,
-        feed_forward_length: int,
+        dtype: Any = DType.float32,
+        quantization_encoding: QuantizationEncoding | None = None,
+        hidden_dim: int | None = None,
+        feed_forward_length: int | None = None,
         devices: Sequence[DeviceRef] = (),
         linear_cls: Callable[..., Any] = Linear,
-        has_bias: bool = False,
+        has_bias: bool | None = None,
         activation_function: str = "silu",
         quant_config: Any = None,
         swiglu_limit: float = 0.0,
         is_sharding: bool = False,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
+        if hidden_dim is None or feed_forward_length is None:
+            raise TypeError(
+                f"{type(self).__name__}() needs two sizes, by name: hidden_dim=…, feed_forward_length=…"
+            )
+        has_bias = either(False, has_bias=has_bias, bias=bias)
         activation(activation_function)
         self.devices = list(devices)
         self.hidden_dim, self.feed_forward_length = hidden_dim, feed_forward_length

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..absent import hides, refuse_arguments
 from ..dtype import DType, promote
 from ..graph.operands import refuse_integers
 from ..graph.ops.packed import qmatmul
@@ -15,6 +16,7 @@ from ..graph.value import TensorValue, unwrap, wraps
 from ..kernels import matmul
 
 
+@hides("quant_config", "input_scale", "weight_scale", "weight_scale_2")
 def linear(
     x: Any,
     weight: Any,
@@ -31,11 +33,10 @@ def linear(
         x: ``[…, in]``.
         weight: ``[out, in]``, or quantised blocks ``[out, bytes]``.
         quantization_encoding: block format of a quantised weight, or None.
-        quant_config, input_scale, weight_scale, weight_scale_2: settings of weights in 8 or 4 bits; not supported.
         bias: ignored, as in MAX; the caller adds it.
 
     Raises:
-        NotImplementedError: a ``quant_config`` is given.
+        NotImplementedError: MAX's setting of weights in 8 or 4 bits is given.
         ValueError: ``x`` is a TensorValue of integers.
 
     Example:
@@ -44,10 +45,7 @@ def linear(
     """
     if quantization_encoding is not None:
         return qmatmul(quantization_encoding, None, x, weight)
-    if quant_config is not None:
-        raise NotImplementedError(
-            "linear(quant_config=...) is not supported; maxjax.load makes layers of quantised weights"
-        )
+    refuse_arguments("linear", quant_config=quant_config)
     refuse_integers(x, weight)
     y = matmul(jnp.asarray(unwrap(x)), weight)
     return TensorValue(y) if wraps(x) or wraps(weight) else y

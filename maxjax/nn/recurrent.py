@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType, promote
+from ..elsewhere import either
 from ..graph.device import DeviceRef
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
@@ -120,10 +121,13 @@ class _Cell(_Recurrent):
         hidden_size: int,
         dtype: Any = DType.float32,
         device: DeviceRef | None = None,
-        has_bias: bool = True,
+        has_bias: bool | None = None,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
-        self.input_size, self.hidden_size, self.has_bias = input_size, hidden_size, has_bias
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.has_bias = either(True, has_bias=has_bias, bias=bias)
         self._make("", input_size, dtype, device or DeviceRef.CPU())
 
     def __call__(self, x: Any, state: Any = None) -> Any:
@@ -152,7 +156,7 @@ class LSTMCell(_LSTM, _Cell):
         input_size, hidden_size: numbers I and H of input and hidden features.
         dtype: dtype of the weights.
         device: device that the weights are declared on; None means the CPU.
-        has_bias: whether there are biases.
+        has_bias, bias: two names of one argument: whether there are biases. By default there are.
 
     Attributes:
         weight_ih, weight_hh: Weights ``[4 H, I]`` and ``[4 H, H]``; input, forget, cell and output gate.
@@ -191,13 +195,16 @@ class _Sequence(_Recurrent):
         num_layers: int = 1,
         dtype: Any = DType.float32,
         device: DeviceRef | None = None,
-        has_bias: bool = True,
+        has_bias: bool | None = None,
         bidirectional: bool = False,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, not {num_layers}")
-        self.input_size, self.hidden_size, self.has_bias = input_size, hidden_size, has_bias
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.has_bias = either(True, has_bias=has_bias, bias=bias)
         self.num_layers, self.bidirectional = num_layers, bidirectional
         for number in range(num_layers):
             inputs = hidden_size * len(self._ends(0)) if number else input_size
@@ -260,7 +267,7 @@ class LSTM(_LSTM, _Sequence):
         num_layers: number L of layers; each takes the hidden states of the layer before.
         dtype: dtype of the weights.
         device: device that the weights are declared on; None means the CPU.
-        has_bias: whether there are biases.
+        has_bias, bias: two names of one argument: whether there are biases. By default there are.
         bidirectional: whether each layer also runs backwards; the results of both directions are concatenated.
 
     The weights have torch's names: ``weight_ih_l0``, ``weight_ih_l0_reverse`` and so on.

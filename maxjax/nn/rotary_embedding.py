@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..absent import hides, refuse_arguments
 from ..graph.value import TensorValue, unwrap, wraps
 from . import rope_scaling
 from .layer import Module
@@ -83,7 +84,6 @@ class RotaryEmbedding(Module):
         max_seq_len: half the number of rows of MAX's table. A call with a ``start_pos`` that is a number
             raises ValueError if the last token is beyond the table.
         head_dim: number of features of a head, all of which are rotated.
-        _freqs_cis: MAX's precomputed table; not supported.
         interleaved: how features are paired; see :func:`rotate`.
 
     Example:
@@ -99,6 +99,7 @@ class RotaryEmbedding(Module):
     # Whether positions beyond the table raise an error, if they are known while tracing.
     _bounded = True
 
+    @hides("_freqs_cis")
     def __init__(
         self,
         dim: int,
@@ -110,11 +111,7 @@ class RotaryEmbedding(Module):
         interleaved: bool = True,
     ):
         super().__init__()
-        if _freqs_cis is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__}(_freqs_cis=...) is not supported: a Module holds arrays in "
-                "Weights only. rotate(x, cos, sin) takes your own table"
-            )
+        refuse_arguments(self, _freqs_cis=_freqs_cis)
         self.dim, self.n_heads, self.theta = dim, n_heads, float(theta)
         self.max_seq_len, self.interleaved = max_seq_len, interleaved
         self.head_dim = dim // n_heads if head_dim is None else head_dim
@@ -206,6 +203,7 @@ class _Scaled(RotaryEmbedding):
 
     _takes: ClassVar[tuple[type, ...]] = ()
 
+    @hides("_freqs_cis")
     def __init__(
         self,
         dim: int,

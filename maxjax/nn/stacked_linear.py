@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..absent import hides, refuse_arguments
 from ..dtype import DType
+from ..elsewhere import either
 from ..graph.device import DeviceRef
 from ..graph.operands import refuse_integers
 from ..graph.placement.device_major import DeviceMajor
@@ -40,9 +42,8 @@ class StackedLinear(LowRank):
         stacked: whether one weight holds all linear layers, as in some checkpoints; it has this layer's
             name. Otherwise each linear layer is a child, and the names of the children's weights
             leave out this layer's name: ``self_attn.q_proj.weight``, not ``….qkv_proj.q_proj.weight``.
-        has_bias: whether each linear layer has a bias.
+        has_bias, bias: two names of one argument: whether each linear layer has a bias. By default none has.
         linear_cls: constructor of the children: Linear, or a callable with its keyword arguments.
-        quant_config: not supported yet.
         clip_weight: bound of the weights (not the biases), clipped to ``±clip_weight``; 0 and None mean no bound.
 
     Attributes:
@@ -52,11 +53,12 @@ class StackedLinear(LowRank):
         ValueError: ``names`` and ``out_dims`` differ in length or are empty, or a name is repeated.
 
     Example:
-        >>> qk = StackedLinear(3, [4, 2], ["q_proj", "k_proj"], "float32", DeviceRef.CPU())
+        >>> qk = StackedLinear(3, [4, 2], ["q_proj", "k_proj"])
         >>> list(qk.raw_state_dict())
         ['q_proj.weight', 'k_proj.weight']
     """
 
+    @hides("quant_config")
     def __init__(
         self,
         in_dim: int,
@@ -65,16 +67,18 @@ class StackedLinear(LowRank):
         dtype: Any = DType.float32,
         device: DeviceRef | None = None,
         stacked: bool = False,
-        has_bias: bool = False,
+        has_bias: bool | None = None,
         linear_cls: Callable[..., Any] = Linear,
         quant_config: Any = None,
         clip_weight: float | None = None,
         _is_sharding: bool = False,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
+        refuse_arguments(self, quant_config=quant_config)
         device = device or DeviceRef.CPU()
-        if quant_config is not None:
-            raise NotImplementedError("StackedLinear(quant_config=...) is not supported yet")
+        has_bias = either(False, has_bias=has_bias, bias=bias)
         if len(names) != len(out_dims) or len(set(names)) != len(names) or not names:
             raise ValueError(
                 f"StackedLinear needs one name for each of its linear layers, all different, not "

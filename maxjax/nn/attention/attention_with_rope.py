@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ...absent import absent as _absent
+from ...absent import hides, refuse_arguments
 from ...dtype import DType
 from ...graph import ops
 from ...graph.device import DeviceRef
@@ -103,6 +104,7 @@ class AttentionWithRope(Module):
         ['o_proj.weight', 'q_proj.weight', 'k_proj.weight', 'v_proj.weight']
     """
 
+    @hides("quant_config")
     def __init__(
         self,
         *,
@@ -131,13 +133,11 @@ class AttentionWithRope(Module):
                 f"num_attention_heads {num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {num_key_value_heads}"
             )
-        if mask_variant not in _IS_CAUSAL or quant_config is not None:
-            what = (
-                f"quant_config={quant_config!r}"
-                if quant_config is not None
-                else f"mask_variant={mask_variant!r}"
+        refuse_arguments(self, quant_config=quant_config)
+        if mask_variant not in _IS_CAUSAL:
+            raise NotImplementedError(
+                f"AttentionWithRope with mask_variant={mask_variant!r} is not supported"
             )
-            raise NotImplementedError(f"AttentionWithRope with {what} is not supported")
         if mask_variant == MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK and sliding_window is None:
             raise ValueError("SLIDING_WINDOW_CAUSAL_MASK needs a sliding_window")
         self.rope, self.kv_params = rope, kv_params

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
+from ...elsewhere import either
 from ...graph.device import DeviceRef
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
@@ -27,7 +28,7 @@ class MultiHeadAttention(Module):
         num_heads: number H of heads of D = E / H features.
         dtype: dtype of the weights.
         device: device that the weights are declared on; None means the CPU.
-        has_bias: whether the projections have biases.
+        has_bias, bias: two names of one argument: whether the projections have biases. By default they have.
         kdim, vdim: numbers of features of keys and values; E by default.
 
     Attributes:
@@ -56,11 +57,14 @@ class MultiHeadAttention(Module):
         num_heads: int,
         dtype: Any = DType.float32,
         device: DeviceRef | None = None,
-        has_bias: bool = True,
+        has_bias: bool | None = None,
         kdim: int | None = None,
         vdim: int | None = None,
+        *,
+        bias: bool | None = None,
     ):
         super().__init__()
+        has_bias = either(True, has_bias=has_bias, bias=bias)
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         device = device or DeviceRef.CPU()

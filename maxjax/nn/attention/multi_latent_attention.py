@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...absent import absent as _absent
+from ...absent import hides, refuse_arguments
 from ...graph import ops
 from ...graph.device import DeviceRef
 from ...graph.placement.strategy import ShardingStrategy
@@ -62,7 +63,6 @@ class LatentAttentionWithRope(Module):
         devices: devices; the weights are declared on the first.
         linear_cls: constructor of ``o_proj``.
         o_proj_dtype: dtype of the weight of ``o_proj``; ``dtype`` by default.
-        o_proj_quant_config: not supported.
         scale: factor of the scores before that of the rope; 1/√(qk_nope_head_dim + qk_rope_head_dim) by default.
         q_lora_rank: size of the latent vectors of queries; None means that queries have one projection.
         kv_lora_rank: size of the latent vectors of keys and values.
@@ -83,6 +83,7 @@ class LatentAttentionWithRope(Module):
         [('q_proj.weight', 16, 8), ('kv_a_layernorm.weight', 6), ('kv_a_proj_with_mqa.weight', 10, 8)]
     """
 
+    @hides("o_proj_quant_config")
     def __init__(
         self,
         *,
@@ -107,10 +108,7 @@ class LatentAttentionWithRope(Module):
         norm_dtype: Any = None,
     ):
         super().__init__()
-        if o_proj_quant_config is not None:
-            raise NotImplementedError(
-                "LatentAttentionWithRope(o_proj_quant_config=...) is not supported"
-            )
+        refuse_arguments(self, o_proj_quant_config=o_proj_quant_config)
         self.rope, self.kv_params, self.hidden_size = rope, kv_params, hidden_size
         self.n_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ...absent import hides, refuse_arguments
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import is_manual, on_mesh
@@ -56,7 +57,6 @@ class MoE(Module):
         pre_expert_norm_cls: constructor of a norm of the experts' input, which the gate does not use.
         ep_batch_manager: ``nn.comm.ep.EPBatchManager`` for expert parallelism; the layer's shards are then
             called by ``forward_moe_sharded_layers``.
-        quant_config, shared_experts_quant_config: not supported; must be None.
         shared_experts_dtype: dtype of the shared expert's weights, ``dtype`` by default.
         is_sharding: whether to create no experts; the code that shards this layer assigns them.
 
@@ -67,7 +67,7 @@ class MoE(Module):
         shared_experts: MLP, if ``has_shared_experts``.
 
     Raises:
-        NotImplementedError: experts are quantised, or have replicas.
+        NotImplementedError: experts have replicas, or are quantised as MAX's settings say.
         ValueError: ``ep_size`` does not fit the manager or the number of experts, or there is a shared expert
             without inner features.
 
@@ -84,6 +84,7 @@ class MoE(Module):
     shard_devices: Sequence[DeviceRef] = ()
     shard_index: int = 0
 
+    @hides("quant_config", "shared_experts_quant_config")
     def __init__(
         self,
         devices: Sequence[DeviceRef],
@@ -114,10 +115,9 @@ class MoE(Module):
                 f"MoE with {num_experts} experts that are copies of {num_logical_experts}: on a "
                 "mesh with an expert axis (Module.to) each device has its part of every expert instead"
             )
-        if quant_config is not None or shared_experts_quant_config is not None:
-            raise NotImplementedError(
-                "MoE with a quant_config is not supported; maxjax.load reads quantised experts"
-            )
+        refuse_arguments(
+            self, quant_config=quant_config, shared_experts_quant_config=shared_experts_quant_config
+        )
         ranks = 1 if ep_batch_manager is None else ep_batch_manager.config.n_gpus_per_node
         if ep_size != ranks or num_experts % ep_size:
             raise ValueError(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ...absent import absent as _absent
+from ...absent import hides, refuse_arguments
 from ...dtype import DType
 from ...graph import ops
 from ...graph.device import DeviceRef
@@ -123,7 +124,6 @@ class StackedMoE(Module):
         has_bias: whether the experts have biases.
         has_shared_experts, shared_experts_dim: whether there is a shared expert, an MLP that is applied to every
             token, and its number of inner features.
-        quant_config, mxfp8_activations: not supported.
         apply_router_weight_first: whether an expert's input is multiplied by its share, instead of its result.
         router_dtype: dtype of the gate and its input; by default the gate's weights are bfloat16, as in MAX.
         is_sharding: whether to create no weights of experts; the code that shards this layer assigns them.
@@ -145,6 +145,7 @@ class StackedMoE(Module):
         ['experts.gate_up_proj', 'experts.down_proj', 'gate.gate_score.weight']
     """
 
+    @hides("quant_config", "mxfp8_activations")
     def __init__(
         self,
         devices: Sequence[DeviceRef],
@@ -166,9 +167,7 @@ class StackedMoE(Module):
         is_sharding: bool = False,
     ):
         super().__init__()
-        if quant_config is not None or mxfp8_activations:
-            raise NotImplementedError("StackedMoE with a quant_config is not supported; maxjax.load reads quantised "
-                                      "experts")  # fmt: skip
+        refuse_arguments(self, quant_config=quant_config, mxfp8_activations=mxfp8_activations)
         self.devices, self.hidden_dim, self.moe_dim = list(devices), hidden_dim, moe_dim
         self.num_experts, self.num_experts_per_token = num_experts, num_experts_per_token
         self.gate_cls, self.dtype, self.quant_config = gate_cls, DType.of(dtype), None

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
+from ...elsewhere import either
 from ...graph.device import DeviceRef
 from ...graph.value import TensorValue, wraps
 from ...graph.weight.weight import Weight
@@ -24,7 +25,7 @@ class LayerNorm(ReplicatedLayer, Module):
         devices: devices; the weights are declared on the first.
         dtype: dtype of the weights.
         eps: number added to the variance.
-        use_bias: whether there is a bias.
+        use_bias, bias: two names of one argument: whether there is a bias. By default there is one.
         compute_dtype: dtype of the computation; other values than float32 are for experiments.
         weight_offset: number added to the weight (1 in Nemotron, whose files hold ``weight - 1``).
 
@@ -33,7 +34,7 @@ class LayerNorm(ReplicatedLayer, Module):
         bias: Weight ``[dims]``, or None.
 
     Example:
-        >>> norm = LayerNorm(2, [DeviceRef.CPU()], "float32", eps=0.0)
+        >>> norm = LayerNorm(2, eps=0.0)
         >>> _ = norm.load_state_dict({"weight": jnp.ones(2), "bias": jnp.zeros(2)})
         >>> print(norm(jnp.array([[1.0, 5.0]])))
         [[-1.  1.]]
@@ -45,8 +46,9 @@ class LayerNorm(ReplicatedLayer, Module):
         devices: Sequence[DeviceRef] = (),
         dtype: Any = DType.float32,
         eps: float = 1e-5,
-        use_bias: bool = True,
+        use_bias: bool | None = None,
         *,
+        bias: bool | None = None,
         compute_dtype: Any = DType.float32,
         weight_offset: float = 0.0,
     ):
@@ -59,7 +61,8 @@ class LayerNorm(ReplicatedLayer, Module):
         self.weight_offset = weight_offset
         device = self.devices[0] if self.devices else DeviceRef.CPU()
         self.weight = Weight("weight", dtype, (dims,), device)
-        self.bias = Weight("bias", dtype, (dims,), device) if use_bias else None
+        with_bias = either(True, use_bias=use_bias, bias=bias)
+        self.bias = Weight("bias", dtype, (dims,), device) if with_bias else None
 
     def __call__(self, x: Any) -> Any:
         """``[..., dims]`` → the same shape and dtype.
@@ -98,7 +101,7 @@ class RMSNorm(ReplicatedLayer, Module):
         weight: Weight ``[dim]``, declared on the CPU as in MAX.
 
     Example:
-        >>> norm = RMSNorm(2, "float32", eps=0.0)
+        >>> norm = RMSNorm(2, eps=0.0)
         >>> _ = norm.load_state_dict({"weight": jnp.ones(2)})
         >>> print(norm(jnp.array([[1.0, 7.0]])))
         [[0.2 1.4]]
