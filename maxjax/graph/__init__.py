@@ -23,7 +23,7 @@ if _TYPE_CHECKING:
     from .graph import Graph as Graph
     from .graph import Module as Module
     from .graph import ProfileScopeColor as ProfileScopeColor
-    from .placement.strategy import Segment as Segment
+    from .placement.split import Segment as Segment
     from .placement.strategy import Shardable as Shardable
     from .placement.strategy import ShardingStrategy as ShardingStrategy
     from .program import Model as Model
@@ -50,7 +50,8 @@ __getattr__, __dir__, __all__ = _attributes(
         "buffer": "BufferValue BufferValueLike",
         "device": "DeviceKind DeviceRef",
         "graph": "Graph Module ProfileScopeColor",
-        "placement.strategy": "Segment Shardable ShardingStrategy",
+        "placement.split": "Segment",
+        "placement.strategy": "Shardable ShardingStrategy",
         "program": "Model",
         "shape": "AlgebraicDim Dim DimLike Shape ShapeLike StaticDim SymbolicDim",
         "tensor_type": "BufferType TensorType Type",

@@ -29,8 +29,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
+from ..graph.placement.split import REPLICATED
 from ..graph.weight.weight import Weight
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
@@ -121,7 +120,7 @@ class CohereNorm(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the weight, which is small."""
-        return {"weight": Split(ShardingStrategy.replicate(1))}
+        return {"weight": REPLICATED}
 
     def initializer(self, name: str) -> Any:
         """Initialises the weight to ones."""

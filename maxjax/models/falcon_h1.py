@@ -40,8 +40,7 @@ import numpy as np
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
+from ..graph.placement.split import REPLICATED, ROWS
 from ..graph.weight.weight import Weight
 from ..graph.weights import WeightData
 from ..nn.activation import activation
@@ -233,12 +232,11 @@ class FalconH1Mamba(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits ``in_proj`` along its rows, and ``out_proj`` between heads."""
-        columns = ShardingStrategy.head_aware_columnwise(1, self.heads, self.head_dim)
         small = ["A_log", "D", "dt_bias", *(["norm.weight"] if self.has_norm else [])]
         return {
-            **linear_rules("in_proj", ShardingStrategy.rowwise(1)),
-            **linear_rules("out_proj", columns),
-            **dict.fromkeys(small, Split(ShardingStrategy.replicate(1))),
+            **linear_rules("in_proj", ROWS),
+            **split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim),
+            **dict.fromkeys(small, REPLICATED),
         }
 
 

@@ -43,8 +43,7 @@ import numpy as np
 from ..dtype import DType
 from ..errors import CheckpointFormatError
 from ..graph.device import DeviceRef
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
+from ..graph.placement.split import REPLICATED
 from ..graph.weight.weight import Weight
 from ..graph.weights import WeightData
 from ..nn.activation import activation
@@ -356,8 +355,7 @@ class Gemma3nAltUp(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the weights, which are small."""
         names = ("correction_coefs", "prediction_coefs", "modality_router")
-        whole = Split(ShardingStrategy.replicate(1))
-        return dict.fromkeys(("correct_output_scale", *(f"{n}.weight" for n in names)), whole)
+        return dict.fromkeys(("correct_output_scale", *(f"{n}.weight" for n in names)), REPLICATED)
 
 
 class Gemma3nBlock(Module):

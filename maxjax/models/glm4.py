@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from ..dtype import DType
-from ..graph.placement.strategy import Segment
+from ..graph.placement.split import Segment
 from ..graph.weights import WeightData
 from ..nn.activation import activation
 from ..nn.embedding import Embedding

@@ -25,11 +25,11 @@ import jax
 
 from ..dtype import DType
 from ..errors import UnsupportedModelError
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.placement.split import COLUMNS, ROWS, Segment, Split
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
+from ..nn.linear import linear_rules
 from ..nn.norm import LayerNorm
 from ..nn.transposed_linear import TransposedLinear
 from .family import Family
@@ -124,12 +124,11 @@ class GPT2Attention(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the linear layers between heads."""
-        heads = Segment.head_aware(self.heads, self.head_dim)
+        heads = (Segment.head_aware(self.heads, self.head_dim),)
+        fused = Split(0, heads * 3, by_device=True)
         return {
-            "c_attn.weight": Split(ShardingStrategy.segmented(1, 1, [heads] * 3), by_device=True),
-            "c_attn.bias": Split(ShardingStrategy.segmented(1, 0, [heads] * 3), by_device=True),
-            "c_proj.weight": Split(ShardingStrategy.segmented(1, 0, [heads])),
-            "c_proj.bias": Split(ShardingStrategy.replicate(1)),
+            **linear_rules("c_attn", fused, is_transposed=True),
+            **linear_rules("c_proj", Split(1, heads), is_transposed=True),
         }
 
 
@@ -148,12 +147,8 @@ class GPT2MLP(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the inner features."""
-        return {
-            "c_fc.weight": Split(ShardingStrategy.columnwise(1)),
-            "c_fc.bias": Split(ShardingStrategy.rowwise(1)),
-            "c_proj.weight": Split(ShardingStrategy.rowwise(1)),
-            "c_proj.bias": Split(ShardingStrategy.replicate(1)),
-        }
+        outputs = linear_rules("c_fc", ROWS, is_transposed=True)
+        return outputs | linear_rules("c_proj", COLUMNS, is_transposed=True)
 
 
 class GPT2Block(Module):

@@ -34,8 +34,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placement.specs import TENSOR, Split
-from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.placement.split import Segment, Split
 from ..graph.weight.weight import Weight
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
@@ -171,8 +170,7 @@ class GptOssAttention(Module):
         """Splits the linear layers between heads, and the sinks between query heads."""
         outputs = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
         rules = split_heads_over_mesh(outputs, {"o_proj": self.heads}, self.head_dim)
-        sinks = ShardingStrategy.segmented(1, 0, [Segment.head_aware(self.heads, 1)])
-        return {**rules, "sinks": Split(sinks, TENSOR)}
+        return {**rules, "sinks": Split(0, (Segment.head_aware(self.heads, 1),))}
 
 
 class GptOssSparseMLP(Module):

@@ -45,8 +45,7 @@ import numpy as np
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.placement.split import COLUMNS, REPLICATED, ROWS, Segment
 from ..graph.weight.weight import Weight
 from ..graph.weights import WeightData
 from ..nn.activation import activation
@@ -255,12 +254,10 @@ class GraniteHybridMamba(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits ``in_proj`` along its rows, and ``out_proj`` between heads."""
-        columns = ShardingStrategy.head_aware_columnwise(1, self.heads, self.head_dim)
-        whole = Split(ShardingStrategy.replicate(1))
         return {
-            **linear_rules("in_proj", ShardingStrategy.rowwise(1)),
-            **linear_rules("out_proj", columns),
-            **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], whole),
+            **linear_rules("in_proj", ROWS),
+            **split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim),
+            **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], REPLICATED),
         }
 
 
@@ -312,7 +309,7 @@ class GraniteHybridMLP(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the inner features of gate, up and down."""
         segments = [Segment.even(width) for width in self.sizes]
-        columns = linear_rules("output_linear", ShardingStrategy.columnwise(1))
+        columns = linear_rules("output_linear", COLUMNS)
         return stacked_rules("input_linear", self.input_linear, segments) | columns
 
 

@@ -39,8 +39,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
+from ..graph.placement.split import REPLICATED, ROWS
 from ..graph.weight.weight import Weight
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
@@ -214,11 +213,10 @@ class JambaMamba(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the channels of the projections; ``in_proj``, which has two halves, along its rows."""
-        whole = Split(ShardingStrategy.replicate(1))
         return {
-            **linear_rules("in_proj", ShardingStrategy.rowwise(1)),
+            **linear_rules("in_proj", ROWS),
             **split_features_over_mesh(["dt_proj"], ["x_proj", "out_proj"]),
-            **dict.fromkeys(["A_log", "D"], whole),
+            **dict.fromkeys(["A_log", "D"], REPLICATED),
         }
 
 

@@ -44,8 +44,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
+from ..graph.placement.split import REPLICATED
 from ..graph.weight.weight import Weight
 from ..kernels.explicit import concatenate
 from ..nn.activation import activation
@@ -303,12 +302,11 @@ class KimiDeltaAttention(Module):
         """Splits the projections between heads; those to D features are replicated."""
         H, D = self.heads, self.head_dim
         wide = {f"{part}_proj": H for part in ("q", "k", "v", "f_b", "g_b")}
-        whole = Split(ShardingStrategy.replicate(1))
         return {
             **split_heads_over_mesh(wide, {"o_proj": H}, D),
             **split_heads_over_mesh({"b_proj": H}, {}, 1),
             **replicate_over_mesh("f_a_proj", "g_a_proj"),
-            **dict.fromkeys(("A_log", "dt_bias"), whole),
+            **dict.fromkeys(("A_log", "dt_bias"), REPLICATED),
         }
 
 

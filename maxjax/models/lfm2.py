@@ -36,7 +36,7 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.placement.split import COLUMNS, Segment
 from ..graph.weight.weight import Weight
 from ..nn.embedding import Embedding
 from ..nn.kv_cache.kinds import State, States
@@ -244,7 +244,7 @@ class LFM2ShortConv(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the channels."""
         segments = [Segment.even(width) for width in self.sizes]
-        columns = linear_rules("out_proj", ShardingStrategy.columnwise(1))
+        columns = linear_rules("out_proj", COLUMNS)
         return stacked_rules("in_proj", self.in_proj, segments) | columns
 
 

@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
+from ..graph.placement.split import REPLICATED, ROWS
 from ..graph.weight.weight import Weight
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
@@ -59,6 +58,7 @@ from .parts import (
     run_layers,
     size,
     split_heads,
+    split_heads_over_mesh,
 )
 from .parts.aliases import alias
 from .parts.mamba import check_mamba, mamba_states, read_time_step_limit, write_time_step_limit
@@ -169,12 +169,10 @@ class Mamba2Mixer(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Return the rules that split ``in_proj`` along its rows, and ``out_proj`` between heads."""
-        columns = ShardingStrategy.head_aware_columnwise(1, self.heads, self.head_dim)
-        whole = Split(ShardingStrategy.replicate(1))
         return {
-            **linear_rules("in_proj", ShardingStrategy.rowwise(1)),
-            **linear_rules("out_proj", columns),
-            **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], whole),
+            **linear_rules("in_proj", ROWS),
+            **split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim),
+            **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], REPLICATED),
         }
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
-from ..graph.placement.strategy import Segment
+from ..graph.placement.split import Segment
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module

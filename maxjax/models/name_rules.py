@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..dtype import DType
-from ..graph.placement.specs import EXPERTS, TENSOR, Split
-from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.placement.mesh import EXPERTS, TENSOR
+from ..graph.placement.split import Segment, Split
+from ..nn.linear import linear_rules
 
 # For each kind of linear layer: which side is split (its outputs are the rows of a weight, its
 # inputs the columns), what that side consists of, the mesh axes, and the layers' names. The first
@@ -109,10 +110,10 @@ def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
     Example:
         >>> found = rules({"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64})
-        >>> found["*.k_proj.weight"].strategy.shard.segments
+        >>> found["*.k_proj.weight"].segments
         (Segment(size=16, num_heads=2),)
-        >>> found["*.down_proj.weight"].strategy.is_colwise, "norm.weight" in found
-        (True, False)
+        >>> found["*.down_proj.weight"].axis, "norm.weight" in found
+        (1, False)
     """
     config = {} if config is None else config
     found: dict[str, Any] = {}
@@ -131,46 +132,25 @@ def rules(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def _entries(counts: Heads, transposed: tuple[str, ...]) -> Iterator[tuple[str, Split]]:
     """(Name, Split) for the weight and the bias of every layer in the table."""
     for pattern in STACKED_EXPERTS.split():
-        yield pattern, Split(ShardingStrategy.axiswise(0, 1), EXPERTS)
+        yield pattern, Split(0, over=EXPERTS)
     for side, what, over, layers in TABLE:
         for layer in layers.split():
-            is_transposed = layer in transposed
-            weight, bias = _strategies(side, what, counts, is_transposed)
-            instead = ShardingStrategy.columnwise(1) if side in ("table", "head") else None
-            fsdp = 1 if side == "table" else None
-            yield f"{layer}.weight", Split(weight, over, instead, fsdp=fsdp)
-            yield f"{layer}.bias", Split(bias, over)
+            split = Split(int(side == "in"), _segments(what, counts), what == "halves", over=over)
+            if side in ("table", "head"):
+                split = dataclasses.replace(split, fallback=1, fsdp=1 if side == "table" else None)
+            yield from linear_rules(layer, split, is_transposed=layer in transposed).items()
 
 
-def _strategies(
-    side: str, what: str, counts: Heads, is_transposed: bool
-) -> tuple[ShardingStrategy, ShardingStrategy]:
-    """The strategies of the weight and of the bias; the bias is split as the layer's outputs are."""
-    segments = _segments(what, counts)
-    if side == "in":
-        return _along(int(not is_transposed), what, segments), ShardingStrategy.replicate(1)
-    return _along(int(is_transposed), what, segments), _along(0, what, segments)
-
-
-def _along(axis: int, what: str, segments: list[Segment]) -> ShardingStrategy:
-    if segments:
-        return ShardingStrategy.segmented(1, axis, segments)
-    if what == "halves":
-        return ShardingStrategy.gate_up(1, axis)
-    plain = (ShardingStrategy.rowwise, ShardingStrategy.columnwise)
-    return plain[axis](1)
-
-
-def _segments(what: str, counts: Heads) -> list[Segment]:
+def _segments(what: str, counts: Heads) -> tuple[Segment, ...]:
     """The heads along one side of a linear layer; empty if their numbers are not known."""
     q, k, d, v = counts.heads, counts.kv_heads, counts.head_dim, counts.value_dim
     if what in ("values", "halves") or not (q and k and d and v):
-        return []
+        return ()
     parts = {
         "queries": [(q, d)], "keys": [(k, d)], "contents": [(k, v)], "results": [(q, v)],
         "stacked": [(q, d), (k, d), (k, v)], "triples": [(q, 3 * d)],
     }  # fmt: skip
-    return [Segment.head_aware(count, width) for count, width in parts[what]]
+    return tuple(Segment.head_aware(count, width) for count, width in parts[what])
 
 
 def generic(name: str) -> str:

@@ -46,8 +46,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
+from ..graph.placement.split import REPLICATED, ROWS
 from ..graph.weight.weight import Weight
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
@@ -293,12 +292,10 @@ class NemotronHMamba(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits ``in_proj`` along its rows, and ``out_proj`` between heads."""
-        columns = ShardingStrategy.head_aware_columnwise(1, self.heads, self.head_dim)
-        whole = Split(ShardingStrategy.replicate(1))
         return {
-            **linear_rules("in_proj", ShardingStrategy.rowwise(1)),
-            **linear_rules("out_proj", columns),
-            **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], whole),
+            **linear_rules("in_proj", ROWS),
+            **split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim),
+            **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], REPLICATED),
         }
 
 

@@ -26,7 +26,7 @@ from typing import Any, Self
 import jax
 
 from ..dtype import DType
-from ..graph.placement.strategy import Segment
+from ..graph.placement.split import Segment
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module

@@ -50,8 +50,7 @@ from ..dtype import DType
 from ..errors import UnsupportedModelError
 from ..graph.device import DeviceRef
 from ..graph.placement.arrays import replicate_last_axis
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import ShardingStrategy
+from ..graph.placement.split import REPLICATED, ROWS
 from ..graph.weight.weight import Weight
 from ..graph.weights import WeightData
 from ..nn.activation import activation
@@ -330,10 +329,9 @@ class Qwen3NextDeltaNet(Module):
         }
 
     def _shared_rules(self) -> dict[str, Any]:
-        whole = Split(ShardingStrategy.replicate(1))
         return {
             **split_heads_over_mesh({}, {"out_proj": self.value_heads}, self.value_dim),
-            **dict.fromkeys(("A_log", "dt_bias", "norm.weight"), whole),
+            **dict.fromkeys(("A_log", "dt_bias", "norm.weight"), REPLICATED),
         }
 
 
@@ -359,7 +357,7 @@ class Qwen35DeltaNet(Qwen3NextDeltaNet):
         H = self.value_heads
         return {
             **self._shared_rules(),
-            **linear_rules("in_proj_qkv", ShardingStrategy.rowwise(1)),
+            **linear_rules("in_proj_qkv", ROWS),
             **split_heads_over_mesh({"in_proj_z": H}, {}, self.value_dim),
             **split_heads_over_mesh({"in_proj_b": H, "in_proj_a": H}, {}, 1),
         }

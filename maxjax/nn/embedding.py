@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from ..graph.ops import allreduce
 from ..graph.ops.collectives import distributed_broadcast
 from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.fsdp import can_be_in_place, in_place
-from ..graph.placement.specs import Split, parts
+from ..graph.placement.specs import parts
+from ..graph.placement.split import TABLE
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
 from ..graph.value import TensorValue, unwrap, wraps
@@ -110,8 +112,7 @@ class Embedding(LowRank):
         ``fsdp`` splits columns: each device looks up its columns of all rows that any device needs, and the
         devices exchange these results, which are far smaller than the table.
         """
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"weight": Split(rows, fallback=columns, fsdp=1), **super().sharding_rules()}
+        return {"weight": replace(TABLE, fsdp=1), **super().sharding_rules()}
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:

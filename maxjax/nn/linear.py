@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from ..graph.operands import refuse_integers
 from ..graph.ops.collectives import allgather
 from ..graph.placement.arrays import replicate_last_axis
 from ..graph.placement.fsdp import can_be_in_place, in_place
-from ..graph.placement.specs import TENSOR, Split
+from ..graph.placement.mesh import TENSOR
+from ..graph.placement.split import COLUMNS, ROWS, TABLE, Split
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
 from ..graph.value import TensorValue, unwrap, wraps
@@ -190,28 +191,28 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
 
 def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:
     """The strategy of the bias of a Linear whose weight has ``strategy``."""
-    n = strategy.num_devices
-    if strategy.sharded_axis == -2:  # the rows of the weight; the bias has one axis
-        return ShardingStrategy(n, dataclasses.replace(cast(Any, strategy.shard), axis=0))
-    return strategy if strategy.sharded_axis == 0 else ShardingStrategy.replicate(n)
+    rule, n = strategy.shard, strategy.num_devices
+    if isinstance(rule, Split):
+        return ShardingStrategy(n, rule.of_bias)
+    return ShardingStrategy.replicate(n)
 
 
-def linear_rules(
-    path: str,
-    strategy: ShardingStrategy,
-    over: Sequence[str] = TENSOR,
-    whole: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The sharding rules that split the Linear at an attribute path by ``strategy``.
+def linear_rules(path: str, split: Split, is_transposed: bool = False) -> dict[str, Split]:
+    """The sharding rules of the weight and the bias of the Linear at an attribute path.
 
     Args:
-        over, whole: kinds of mesh axes, as in ``Split``.
+        split: which axis of the weight ``[out, in]`` is split.
+        is_transposed: whether the layer stores the weight as ``[in, out]``.
+
+    Example:
+        >>> found = linear_rules("down_proj", COLUMNS)
+        >>> {name: split.axis for name, split in found.items()}
+        {'down_proj.weight': 1, 'down_proj.bias': None}
     """
-    rule = Split(strategy, tuple(over), whole=tuple(whole))
-    return {
-        f"{path}.weight": rule,
-        f"{path}.bias": rule._replace(strategy=bias_strategy(strategy)),
-    }
+    weight = split
+    if is_transposed and split.axis is not None:
+        weight = dataclasses.replace(split, axis=1 - split.axis)
+    return {f"{path}.weight": weight, f"{path}.bias": split.of_bias}
 
 
 class ColumnParallelLinear(Linear):
@@ -276,8 +277,7 @@ class ColumnParallelLinear(Linear):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits rows, or columns where the rows do not divide evenly."""
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {"weight": Split(rows, fallback=columns), "bias": rows, **super().sharding_rules()}
+        return {"weight": TABLE, "bias": ROWS, **super().sharding_rules()}
 
     def _product(self, x: Any, weight: Any) -> Any:
         # Otherwise, if the weight is split by columns, XLA would also split the features of the layers before.
@@ -482,11 +482,11 @@ class FusedMLP(Module):
 
 def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
     """The sharding rules of the MLP at an attribute path, over some kinds of mesh axes."""
-    rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
+    rows, columns = (dataclasses.replace(split, over=tuple(over)) for split in (ROWS, COLUMNS))
     return (
-        linear_rules(f"{path}gate_proj", rows, over)
-        | linear_rules(f"{path}up_proj", rows, over)
-        | linear_rules(f"{path}down_proj", columns, over)
+        linear_rules(f"{path}gate_proj", rows)
+        | linear_rules(f"{path}up_proj", rows)
+        | linear_rules(f"{path}down_proj", columns)
     )
 
 

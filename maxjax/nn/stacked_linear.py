@@ -16,8 +16,8 @@ from ..elsewhere import either
 from ..graph.device import DeviceRef
 from ..graph.operands import refuse_integers
 from ..graph.placement.device_major import DeviceMajor
-from ..graph.placement.specs import Split
-from ..graph.placement.strategy import Segment, ShardingStrategy
+from ..graph.placement.split import Segment, Split
+from ..graph.placement.strategy import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.methods import with_values
 from ..graph.weight.weight import Weight
@@ -25,7 +25,7 @@ from ..kernels import explicit, matmul
 from .layer import hooks
 from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded
-from .linear import Linear, bias_strategy, linears
+from .linear import Linear, bias_strategy, linear_rules, linears
 from .low_rank import LowRank
 from .product import add_bias
 
@@ -240,5 +240,4 @@ def stacked_rules(path: str, layer: Any, segments: Sequence[Segment]) -> dict[st
     quantised in blocks are split as one weight, and their results are gathered.
     """
     packed = isinstance(layer, StackedLinear) and layer.weight.stored.packing is not None
-    rule = Split(ShardingStrategy.segmented(1, 0, segments), by_device=not packed)
-    return {f"{path}.weight": rule, f"{path}.bias": rule}
+    return linear_rules(path, Split(0, tuple(segments), by_device=not packed))

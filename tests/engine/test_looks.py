@@ -12,7 +12,7 @@ import maxjax
 from maxjax import nn
 from maxjax.engine.statistics import SIDE, from_bytes, summed_bytes
 from maxjax.graph import DeviceRef, Segment, ShardingStrategy, Weight
-from maxjax.graph.placement.specs import Split
+from maxjax.graph.placement.split import Split
 from maxjax.graph.weights import WeightData
 from maxjax.kernels import QuantArray
 from maxjax.models import Llama, LlamaConfig
@@ -254,7 +254,7 @@ def test_rows_in_the_order_of_devices_are_drawn_as_they_are():
 
         def sharding_rules(self):
             parts = [Segment.even(8), Segment.even(4), Segment.even(4)]
-            return {"qkv.weight": Split(ShardingStrategy.segmented(1, 0, parts), by_device=True)}
+            return {"qkv.weight": Split(0, tuple(parts), by_device=True)}
 
         def __call__(self, x):
             return self.qkv(x)

@@ -22,16 +22,9 @@ from ...errors import (
     UnsupportedModelError,
     UserInputError,
 )
-from ...graph.placement.specs import (
-    BATCH,
-    Placed,
-    axis_of,
-    batch_axes,
-    by_pattern,
-    check_mesh,
-    mesh_of,
-    place,
-)
+from ...graph.placement.mesh import axis_of, check_mesh
+from ...graph.placement.specs import BATCH, batch_axes, by_pattern, mesh_of, place
+from ...graph.placement.split import Placed
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import StaticDim
 from ...graph.weights import FileWeights, GGUFWeights

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..placement.strategy import even_range
+from ..placement.split import even_range
 from ..value import TensorValue
 from . import allreduce
 from .collectives import groups_of, inputs_of, placed

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from ...kernels import explicit
 from ...rendering.division import Box, Division
 from .device_major import DeviceMajor
+from .mesh import sizes_text
 
 # With more devices, a drawing would be unreadable and slow to make.
 _MOST_DEVICES = 4096
@@ -25,7 +26,7 @@ def mesh_text(mesh: Any) -> str:
         >>> mesh_text(jax.sharding.AbstractMesh((2, 4), ("data", "model")))
         'data=2, model=4'
     """
-    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return sizes_text(mesh, mesh.axis_names)
 
 
 def device_text(device: Any) -> str:

@@ -18,6 +18,8 @@ ALIASES = {
     "ep": "expert", "sp": "seq", "cp": "seq", "context": "seq",
 }  # fmt: skip
 AXES = ("data", "fsdp", "expert", "seq", "model")
+# Kinds of axes that split weights: strategies of tensors over the first, those of experts over both.
+TENSOR, EXPERTS = ("model",), ("expert", "model")
 
 
 def axis_name(name: str) -> str:
@@ -28,6 +30,54 @@ def axis_name(name: str) -> str:
         ('model', 'data', 'mine')
     """
     return ALIASES.get(name, name)
+
+
+def axis_of(mesh: Any, kind: str) -> str | None:
+    """The mesh's name for a kind of axis, or None: ``model`` may be called ``tp``, or be the only axis of any name.
+
+    Example:
+        >>> import maxjax
+        >>> axis_of(maxjax.make_mesh(tp=1), "model"), axis_of(maxjax.make_mesh(tp=1), "data")
+        ('model', None)
+    """
+    names = mesh.axis_names
+    if kind in names:
+        return kind
+    if kind == "model" and len(names) == 1 and axis_name(names[0]) not in AXES:
+        return names[0]
+    return next((name for name in names if axis_name(name) == axis_name(kind)), None)
+
+
+def axes_of(mesh: Any, kinds: Sequence[str]) -> tuple[str, ...]:
+    """The mesh's axes of these kinds, without those of one device."""
+    axes = (axis_of(mesh, kind) for kind in kinds)
+    return tuple(axis for axis in axes if axis is not None and mesh.shape[axis] > 1)
+
+
+def sizes_text(mesh: Any, axes: Sequence[str], between: str = ", ") -> str:
+    """Axes of a mesh with their sizes.
+
+    Example:
+        >>> sizes_text(abstract_mesh({"data": 2, "model": 4}), ("data", "model"))
+        'data=2, model=4'
+    """
+    return between.join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Checks that a mesh has a known axis, or only one.
+
+    Raises:
+        UserInputError: it has several axes, and none is data, fsdp, expert, seq or model, or an alias of these.
+    """
+    if not any(axis_of(mesh, kind) for kind in AXES):
+        names = {kind: [one for one, of in ALIASES.items() if of == kind] for kind in AXES}
+        known = [f"{kind} ({', '.join(also)})" if also else kind for kind, also in names.items()]
+        raise UserInputError(
+            f"the mesh has the axes {', '.join(map(str, mesh.axis_names)) or '()'}, and strategies know "
+            f"{', '.join(known)}: use these names (a single axis may have any), "
+            "or pass rules, which maxjax.load, model.to(mesh, rules=…) and maxjax.plan take"
+        )
 
 
 def _check_axis(name: str) -> None:

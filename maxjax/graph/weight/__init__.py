@@ -5,8 +5,8 @@ loads, places and saves weights; ``transpose`` is the result of ``w.T``; ``stack
 of equal layers as one array; ``running`` tracks the running Modules and Graphs of a thread.
 """
 
-from ..placement.strategy import Segment as Segment
+from ..placement.split import Segment as Segment
+from ..placement.split import even_range as _compute_shard_range  # noqa: F401  # MAX's name
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
-from ..placement.strategy import even_range as _compute_shard_range  # noqa: F401  # MAX's name
 from .weight import Shard as Shard
 from .weight import Weight as Weight

@@ -10,7 +10,8 @@ import functools
 from typing import Any
 
 from ..kind import KIND
-from ..placement.strategy import ShardingStrategy, _Ranges
+from ..placement.split import Split
+from ..placement.strategy import ShardingStrategy
 from ..value import TensorValue, unwrap
 
 
@@ -85,7 +86,7 @@ def with_values(strategy: ShardingStrategy) -> Any:
         (3,)
     """
     rule = strategy.shard
-    if isinstance(rule, _Ranges):
+    if isinstance(rule, Split):
         return strategy
     return ShardingStrategy(
         strategy.num_devices, lambda array, i, n: unwrap(rule(TensorValue(array), i, n))

@@ -24,8 +24,9 @@ from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import platform_of
-from ...graph.placement.specs import Split, axis_of, mesh_of
-from ...graph.placement.strategy import ShardingStrategy
+from ...graph.placement.mesh import axis_of
+from ...graph.placement.specs import mesh_of
+from ...graph.placement.split import TABLE
 from ...graph.value import unwrap
 from ...kernels import explicit
 from ...nn.kv_cache.cache import KVCache
@@ -145,8 +146,7 @@ class LanguageModel(Scored, PretrainedModel):
 
         A tied head is split as the embedding table is.
         """
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
-        return {f"{spelling(self, 'lm_head')}.weight": Split(rows, fallback=columns)}
+        return {f"{spelling(self, 'lm_head')}.weight": TABLE}
 
     def stack(self) -> Self:
         """Stacks the layers in a LayerStack, in place: equal layers (or a repeating pattern) are compiled once.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ...graph.placement.strategy import Segment, ShardingStrategy
+from ...graph.placement.split import COLUMNS, REPLICATED, ROWS, Segment, Split
 from ...nn.layer import LayerStack, Module
 from ...nn.linear import linear_rules
 from .cache import LayerCache
@@ -66,10 +66,9 @@ def split_heads_over_mesh(
     """
     rules: dict[str, Any] = {}
     for name, heads in outputs.items():
-        segment = Segment.head_aware(heads, head_dim)
-        rules |= linear_rules(name, ShardingStrategy.segmented(1, 0, [segment]))
+        rules |= linear_rules(name, Split(0, (Segment.head_aware(heads, head_dim),)))
     for name, heads in inputs.items():
-        rules |= linear_rules(name, ShardingStrategy.head_aware_columnwise(1, heads, head_dim))
+        rules |= linear_rules(name, Split(1, (Segment.head_aware(heads, head_dim),)))
     return rules
 
 
@@ -86,9 +85,9 @@ def split_features_over_mesh(outputs: Sequence[str], inputs: Sequence[str]) -> d
     """
     rules: dict[str, Any] = {}
     for name in outputs:
-        rules |= linear_rules(name, ShardingStrategy.rowwise(1))
+        rules |= linear_rules(name, ROWS)
     for name in inputs:
-        rules |= linear_rules(name, ShardingStrategy.columnwise(1))
+        rules |= linear_rules(name, COLUMNS)
     return rules
 
 
@@ -96,7 +95,7 @@ def replicate_over_mesh(*names: str) -> dict[str, Any]:
     """Return sharding rules by which every device holds these layers completely, such as a router or a small table."""
     rules: dict[str, Any] = {}
     for name in names:
-        rules |= linear_rules(name, ShardingStrategy.replicate(1))
+        rules |= linear_rules(name, REPLICATED)
     return rules
 
 

@@ -22,8 +22,9 @@ from ...graph import ops
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import parts
-from ...graph.placement.strategy import Segment, ShardingStrategy
-from ...graph.placement.strategy import even_range as _compute_shard_range  # noqa: F401  # MAX's name
+from ...graph.placement.split import Segment, Split
+from ...graph.placement.split import even_range as _compute_shard_range  # noqa: F401  # MAX's name
+from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels.attention import mask_4d
 from ..kernels.paged_attention import flash_attention_ragged, rope_split_store_ragged
@@ -31,7 +32,7 @@ from ..kv_cache.kinds import KeysValues
 from ..kv_cache.paged import PagedCacheValues, over_pages
 from ..layer import Module
 from ..layer.sharded import sharded, strategy_by, tensor_parallel
-from ..linear import Linear
+from ..linear import Linear, linear_rules
 from ..norm import RMSNorm
 from ..rotary_embedding import RotaryEmbedding, rotate
 from ..stacked_linear import StackedLinear, stacked_rules
@@ -47,13 +48,11 @@ def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -
         heads, kv_heads, width: sizes H, K and D.
     """
     segments = [Segment.head_aware(n, width) for n in (heads, kv_heads, kv_heads)]
-    columns = ShardingStrategy.head_aware_columnwise(1, heads, width)
-    rules = {"o_proj.weight": columns, "o_proj.bias": ShardingStrategy.replicate(1)}
+    rules = linear_rules("o_proj", Split(1, (Segment.head_aware(heads, width),)))
     if qkv.stacked:
         return rules | stacked_rules(at.removesuffix("."), qkv, segments)
     for name, segment in zip(qkv.names, segments, strict=True):
-        rule = ShardingStrategy.segmented(1, 0, [segment])
-        rules[f"{at}{name}.weight"] = rules[f"{at}{name}.bias"] = rule
+        rules |= linear_rules(f"{at}{name}", Split(0, (segment,)))
     return rules
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from ...dtype import DType
 from ...graph import ops
 from ...graph.device import DeviceRef
-from ...graph.placement.strategy import ShardingStrategy, even_range
+from ...graph.placement.split import even_range
+from ...graph.placement.strategy import ShardingStrategy
 from ..comm import Allreduce
 from ..kernels import flash_attention_gpu
 from ..layer import Module

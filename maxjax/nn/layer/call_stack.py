@@ -226,6 +226,11 @@ def _callers(frame: Any) -> Iterator[str]:
 def warn_once(kind: str, module: Any, message: str) -> None:
     if (kind, type(module)) not in _WARNED:
         _WARNED.add((kind, type(module)))
-        callers = enumerate(_callers(sys._getframe()), 1)
-        others = (i for i, name in callers if not name.startswith((_OWN, "jax.")))
-        warnings.warn(message, stacklevel=next(others, 1))
+        warn(message, _OWN)
+
+
+def warn(message: str, own: str = "maxjax.") -> None:
+    """Warns at the line that called the modules whose names begin with ``own``."""
+    callers = enumerate(_callers(sys._getframe()), 1)
+    others = (i for i, name in callers if not name.startswith((own, "jax.")))
+    warnings.warn(message, stacklevel=next(others, 1))

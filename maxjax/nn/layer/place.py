@@ -2,12 +2,11 @@
 
 The rule of a weight is the first of these that exists: an entry of the caller's table of rules, the weight's
 own sharding strategy, and a rule of the Modules above it, the outermost first.
-``graph/placement/specs.py`` turns the rule and the mesh into a PartitionSpec.
+``graph/placement`` turns the rule and the mesh into a PartitionSpec.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,27 +17,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...errors import UserInputError, closest, some
 from ...graph.placement.arrays import device_of
-from ...graph.placement.mesh import check_distinct
-from ...graph.placement.specs import (
-    EXPERTS,
-    TENSOR,
-    PartOf,
-    Placed,
-    axis_of,
-    by_pattern,
-    check_mesh,
-    names_in,
-    place,
-)
+from ...graph.placement.mesh import EXPERTS, TENSOR, axis_of, check_distinct, check_mesh, sizes_text
+from ...graph.placement.specs import PartOf, by_pattern, names_in, place
+from ...graph.placement.split import Placed
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.stored import outside_traces
 from ...graph.weight.weight import Weight
 from ...rendering.row import bytes_text
+from .call_stack import warn
 from .walk import Walk
-
-_LOG = logging.getLogger("maxjax")
 
 # Patterns that may match only some layers of a LayerStack: they have a number, "?" or "[".
 _NUMBERED = re.compile(r"(^|[.*])\d|[?\[]")
@@ -84,7 +73,7 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         for holder, name, _, placed in places:
             sharding = NamedSharding(mesh, placed.spec, memory_kind=kind)
             todo.append((holder, name, sharding, placed.why, placed.layout, placed.split))
-        _warn_of_undivided(places, mesh)
+        _warn_of_replicated(places, mesh)
     # Either all weights are placed or none: a device may run out of memory at any of them.
     moved = []
     for holder, name, sharding, _, layout, split in todo:
@@ -95,34 +84,38 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
     structure_changed()
 
 
-def _warn_of_undivided(places: Sequence[LeafPlace], mesh: Mesh) -> None:
-    """Logs which matrices are not split as their strategies want, because no size divides by the mesh axis."""
+def _warn_of_replicated(places: Sequence[LeafPlace], mesh: Mesh) -> None:
+    """Warns of the matrices that are not split as their rules want, because no size divides by the mesh axis.
+
+    Vectors are not counted, because they take little memory.
+    """
     found = []
     for holder, name, shape, placed in places:
         if placed.undivided and len(shape) > 1:
             over = [axis for entry in (*placed.spec, placed.split) for axis in names_in(entry)]
-            parts = math.prod(mesh.shape[axis] for axis in over)
             leaf = holder.stored.blank()
-            found.append((leaf.size * leaf.dtype.itemsize // parts, name, shape, placed))
+            each = leaf.size * leaf.dtype.itemsize // math.prod(mesh.shape[axis] for axis in over)
+            found.append((each, name, shape, placed))
     if not found:
         return
     found.sort(key=lambda one: -one[0])
     _, name, shape, placed = found[0]
     n = math.prod(mesh.shape[axis] for axis in placed.undivided)
-    over = placed.undivided[0] if len(placed.undivided) == 1 else placed.undivided
+    remedy = "a mesh whose axes divide these sizes splits them"
     divisible = [axis for axis, size in enumerate(shape) if size and size % n == 0]
-    advice = "A mesh whose axes divide these sizes splits them"
     if divisible:
+        over = placed.undivided[0] if len(placed.undivided) == 1 else placed.undivided
         spec = ", ".join([*["None"] * divisible[0], repr(over)])
-        advice += f"; so do rules for other axes, such as to(mesh, rules={{{name!r}: PartitionSpec({spec})}})"
-    whose = [f"{one[1]} ({one[3].why}; {bytes_text(one[0])} on each device)" for one in found]
-    are = (
-        "1 weight is not split, and takes"
-        if len(found) == 1
-        else f"{len(found)} weights are not split, and take"
-    )
+        remedy += (
+            f", as do rules for other axes: to(mesh, rules={{{name!r}: PartitionSpec({spec})}})"
+        )
+    each = [f"{one[1]} {list(one[2])} ({bytes_text(one[0])}: {one[3].why})" for one in found]
     total = bytes_text(sum(one[0] for one in found))
-    _LOG.warning("to(mesh): %s %s on each device: %s. %s", are, total, some(whose, 3), advice)
+    weights = "1 weight, which takes" if len(found) == 1 else f"{len(found)} weights, which take"
+    warn(
+        f"to(mesh) replicates {weights} {total} on each device, as sizes do not divide by "
+        f"{sizes_text(mesh, placed.undivided)}: {some(each, 3)}. Remedy: {remedy}"
+    )
 
 
 def _check_alone(module: Any) -> None:

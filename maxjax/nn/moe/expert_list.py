@@ -7,6 +7,7 @@ Sources: Mixtral (arXiv:2401.04088), GShard (arXiv:2006.16668); transformers' ``
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.placement.arrays import is_manual
-from ...graph.placement.specs import EXPERTS, mesh_of
-from ...graph.placement.strategy import ShardingStrategy
+from ...graph.placement.mesh import EXPERTS
+from ...graph.placement.specs import mesh_of
+from ...graph.placement.split import COLUMNS, ROWS
 from ...kernels import explicit
 from ..layer import ExpertStack, Module
 from ..linear import Linear, linear_rules, linears
@@ -128,13 +130,12 @@ class Experts(ExpertStack):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Distributes experts over the mesh axis ``expert``, and splits their inner features over ``model``."""
-        rows, columns = ShardingStrategy.rowwise(1), ShardingStrategy.columnwise(1)
         rules: dict[str, Any] = {}
         whole = ("expert",) if self.is_stacked else ()
         for i in self._mx_children:  # one stands for all experts where they are stacked
             for name in self.names:
-                strategy = columns if name == self.names[-1] else rows
-                rules |= linear_rules(f"{i}.{name}", strategy, EXPERTS, whole)
+                split = COLUMNS if name == self.names[-1] else ROWS
+                rules |= linear_rules(f"{i}.{name}", replace(split, over=EXPERTS, whole=whole))
         return rules
 
     @property

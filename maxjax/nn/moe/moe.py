@@ -19,8 +19,10 @@ from ...absent import hides, refuse_arguments
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import is_manual, on_mesh
-from ...graph.placement.specs import EXPERTS, batch_axes, mesh_of
-from ...graph.placement.strategy import ShardingStrategy, even_range
+from ...graph.placement.mesh import EXPERTS
+from ...graph.placement.specs import batch_axes, mesh_of
+from ...graph.placement.split import REPLICATED, even_range
+from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels import explicit, matmul
 from ..activation import GatedActivation
@@ -355,7 +357,7 @@ class MoE(Module):
 
         The load of the devices is then equal, whichever experts the tokens choose.
         """
-        rules = linear_rules("gate.gate_score", ShardingStrategy.replicate(1))
+        rules = linear_rules("gate.gate_score", REPLICATED)
         for i in range(len(self.experts)):
             rules |= mlp_rules(f"experts.{i}.", EXPERTS)
         if self.has_shared_experts:

@@ -20,7 +20,8 @@ from ...absent import hides, refuse_arguments
 from ...dtype import DType
 from ...graph import ops
 from ...graph.device import DeviceRef
-from ...graph.placement.strategy import Segment, ShardingStrategy, even_range
+from ...graph.placement.split import Segment, even_range
+from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ...kernels import explicit

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.placement.specs import Split
-from ...graph.placement.strategy import ShardingStrategy
+from ...graph.placement.split import REPLICATED
 from ...graph.weight.weight import Weight
 from ..layer import Module
 
@@ -40,8 +39,7 @@ class CausalConv(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the weights, which are small."""
-        whole = Split(ShardingStrategy.replicate(1))
-        return {"weight": whole} | ({} if self.bias is None else {"bias": whole})
+        return {"weight": REPLICATED} | ({} if self.bias is None else {"bias": REPLICATED})
 
     def __call__(
         self, x: jax.Array, state: jax.Array | None = None, counts: Any = None

@@ -1,5 +1,9 @@
 """Placement: a wish and a mesh give a spec, and a reason."""
 
+import os
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -9,16 +13,9 @@ from jax.sharding import PartitionSpec as P
 from maxjax.errors import OutOfMemoryError, UserInputError
 from maxjax.graph import DeviceRef, Segment, ShardingStrategy, Weight
 from maxjax.graph.placement.arrays import as_used, out_of_memory, put
-from maxjax.graph.placement.mesh import make_mesh
-from maxjax.graph.placement.specs import (
-    EXPERTS,
-    Split,
-    batch_axes,
-    by_pattern,
-    check_mesh,
-    parts,
-    place,
-)
+from maxjax.graph.placement.mesh import EXPERTS, check_mesh, make_mesh
+from maxjax.graph.placement.specs import batch_axes, by_pattern, parts, place
+from maxjax.graph.placement.split import Split
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.nn import Module
 
@@ -62,10 +59,10 @@ HEADS = S.segmented(1, 0, [Segment.head_aware(9, 4)])
         ((6, 8), S.rowwise(1), {"fsdp": 2, "model": 3}, ("model", "fsdp"), "axis 1 over fsdp=2"),
         ((5, 7), None, {"fsdp": 2}, (None, None), "no axis left that divides by fsdp=2"),
         ((8,), None, {"fsdp": 2}, (None,), "no strategy"),
-        ((8, 6), Split(S.rowwise(1), EXPERTS), {"expert": 2, "model": 2},
+        ((8, 6), Split(0, over=EXPERTS), {"expert": 2, "model": 2},
          (("expert", "model"), None), "axis 0 over expert=2 and model=2"),
-        ((8, 6), Split(S.rowwise(1), EXPERTS), {"ep": 2}, ("ep", None), "axis 0 over ep=2"),
-        ((7, 6), Split(S.rowwise(1), fallback=S.columnwise(1)), {"model": 2}, (None, "model"),
+        ((8, 6), Split(0, over=EXPERTS), {"ep": 2}, ("ep", None), "axis 0 over ep=2"),
+        ((7, 6), Split(0, fallback=1), {"model": 2}, (None, "model"),
          "the 7 values of axis 0 do not divide by model=2; axis 1 over model=2"),
         ((8, 6), P("tp", None), {"model": 2}, ("model", None), "as given"),
         ((8, 6), (None, ("model", "data")), {"data": 3, "model": 2}, (None, ("model", "data")), "as"),
@@ -79,21 +76,33 @@ def test_where_and_why(shape, wish, sizes, spec, why):
 
 
 @pytest.mark.fast(
-    "shape0-wish0-UserInputError-'w' of shape .8,. has no axis 1",
+    "shape0-wish0-UserInputError-'w': .* shape .8,. has no axis 1",
     "shape5-wish5-UserInputError-'data', but the mesh has the axes model",
 )
 @pytest.mark.parametrize(
     ("shape", "wish", "error", "says"),
     [
-        ((8,), S.columnwise(1), UserInputError, "'w' of shape .8,. has no axis 1"),
+        ((8,), S.columnwise(1), UserInputError, "'w': .* shape .8,. has no axis 1"),
         ((8, 6), S.tensor_parallel(2), UserInputError, "tensor_parallel is for whole layers"),
         ((8, 6), S(2, lambda w, i, n: w), NotImplementedError, "'w' has a strategy made of a func"),
-        ((10, 6), S.stacked_qkv(1, 2, 4), UserInputError, "'w': stacked_qkv: .*24 rows, got 10"),
+        ((8, 6), S(2, lambda w, i, n: w[i::n]), NotImplementedError, "'w' .*for model=2 its parts"),
+        (
+            (8, 6),
+            S(2, lambda w, i, n: w[(n - 1 - i) * 4 :][:4]),
+            NotImplementedError,
+            "'w' .*blocks",
+        ),
+        ((8, 6), S(2, lambda w, i, n: w[i * 4 :][:4] * 2), NotImplementedError, "'w' .*blocks"),
+        ((8, 6), S(2, lambda w, i, n: w[i * 4 :][:4, ::-1]), NotImplementedError, "'w' .*blocks"),
+        ((7, 6), S(2, lambda w, i, n: w[i * 4 : i * 4 + 4]), NotImplementedError, "'w' .*blocks"),
+        ((8, 6), S(2, lambda w, i, n: w.nothing), NotImplementedError, "'w' .*nothing"),
+        ((8, 6), 7, UserInputError, "'w': a rule must be a PartitionSpec"),
+        ((10, 6), S.stacked_qkv(1, 2, 4), UserInputError, "'w': stacked_qkv: .*24 values, got 10"),
         (
             (10, 6),
             S.segmented(1, 0, [Segment.even(4)]),
             UserInputError,
-            "have 4 values, the axis 10",
+            "'w': segmented: axis 0 must have 4 values, got 10",
         ),
         ((8, 6), P("data"), UserInputError, "'data', but the mesh has the axes model"),
         ((7, 6), P("model"), UserInputError, "axis 0 of 7 does not divide by 2"),
@@ -106,9 +115,53 @@ def test_what_does_not_go(shape, wish, error, says):
         place("w", shape, wish, mesh(model=2))
 
 
+def test_functions_whose_parts_are_blocks_of_one_axis_work_on_a_mesh():
+    calls = []
+
+    def rows(weight, i, n):
+        calls.append((i, n))
+        return weight[i * int(weight.shape[0]) // n : (i + 1) * int(weight.shape[0]) // n]
+
+    def columns(weight, i, n):
+        return weight.reshape((weight.shape[0], n, -1))[:, i]
+
+    both = mesh(fsdp=2, model=4)
+    assert place("w", (8, 6), S(2, rows), both).spec == P("model", "fsdp")
+    assert set(calls) == {(i, 4) for i in range(4)}
+    assert place("w", (6, 8), S(2, columns), both).spec == P("fsdp", "model")
+    assert place("w", (8, 6), S(2, rows), mesh(tp=2)).why == "axis 0 over tp=2"
+    assert place("w", (8, 6), S(2, rows), mesh(data=2)).spec == P(None, None)
+    assert place("w", (8, 64), S(2, rows), both, block=32).spec == P("model", "fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
+def test_a_large_weight_is_not_made_for_a_function():
+    def peak():
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+    rows = S(8, lambda w, i, n: w[i * (w.shape[0] // n) : (i + 1) * (w.shape[0] // n)])
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    shape = (1 << 15, 1 << 12)  # 512 MiB of indices for each axis, and as much for their parts
+    assert place("w", shape, rows, mesh(model=8)).spec == P("model", None)
+    assert peak() - before < 256 << 20
+
+
+def test_a_function_is_compared_inside_a_trace_too():
+    rows = S(2, lambda w, i, n: w[i * 4 : i * 4 + 4])
+    found = []
+    jax.jit(lambda x: found.append(place("w", (8, 5), rows, mesh(model=2)).spec) or x)(1.0)
+    assert found == [P("model", None)]
+
+
 def test_a_mesh_of_unknown_axes():
     check_mesh(mesh(mine=2, tp=2))
-    with pytest.raises(UserInputError, match="has the axes mine, yours, and strategies know data"):
+    says = (
+        r"has the axes mine, yours, and strategies know data \(dp, batch\), fsdp, expert \(ep\), "
+        r"seq \(sp, cp, context\), model \(tp, tensor, mp\)"
+    )
+    with pytest.raises(UserInputError, match=says):
         check_mesh(mesh(mine=2, yours=2))
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxjax.graph.placement.strategy import Segment, ShardingStrategy, even_range, shard_shape
+from maxjax.graph.placement.split import Segment, even_range
+from maxjax.graph.placement.strategy import ShardingStrategy, shard_shape
 
 S = ShardingStrategy
 MAKERS = {
@@ -80,12 +81,27 @@ def test_stacked_qkv_keeps_heads_whole(n):
     [
         (S.columnwise(2), (4,), IndexError, "no axis 1"),
         (S.axiswise(-3, 2), (4, 4), IndexError, "no axis -3"),
-        (S.stacked_qkv(2, 2, 2), (13, 4), ValueError, "= 12 rows, got 13"),
-        (S.stacked_qkv(2, 2, 2), (15, 4), ValueError, "3 x 2 heads x 2 = 12 rows, got 15"),
-        (S.head_aware_columnwise(2, 2, 4), (4, 7), ValueError, "there are 7"),
+        (S.stacked_qkv(2, 2, 2), (13, 4), ValueError, "= 12 values, got 13"),
+        (
+            S.stacked_qkv(2, 2, 2),
+            (15, 4),
+            ValueError,
+            r"stacked_qkv: axis 0 must have 4 \+ 4 \+ 4 = 12 values, got 15",
+        ),
+        (
+            S.head_aware_columnwise(2, 2, 4),
+            (4, 7),
+            ValueError,
+            "axis 1 must have 8 values, got 7",
+        ),
         (S.gate_up(2, axis=0), (5, 4), ValueError, "even size, got 5"),
-        (S.segmented(2, 0, [Segment.even(4)]), (5, 4), ValueError, "have 4 values, the axis 5"),
-        (S.tensor_parallel(2), (4, 4), NotImplementedError, "placeholder for whole layers"),
+        (
+            S.segmented(2, 0, [Segment.even(4)]),
+            (5, 4),
+            ValueError,
+            "segmented: axis 0 must have 4 values, got 5",
+        ),
+        (S.tensor_parallel(2), (4, 4), NotImplementedError, "tensor_parallel is for whole layers"),
         (S.expert_parallel(2), (4, 4), NotImplementedError, "for whole layers"),
     ],
 )

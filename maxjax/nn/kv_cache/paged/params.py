@@ -18,7 +18,7 @@ import numpy as np
 from ....dtype import DType
 from ....graph.buffer import BufferValue
 from ....graph.device import DeviceRef
-from ....graph.placement.strategy import even_range
+from ....graph.placement.split import even_range
 from ....graph.tensor_type import BufferType, TensorType
 from ....graph.value import TensorValue
 from .server_settings import CacheLeafKind, KVCacheQuantizationConfig, KVHashAlgo, SpeculativeMethod
