@@ -25,7 +25,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -177,11 +177,18 @@ def save_with_fault(job: dict[str, Any]) -> None:
     say(leaving=time.time())
 
 
-def serve() -> None:
-    """Forks a process for every job, and reports how it ended after the process's own messages."""
+def serve(
+    jobs: Mapping[str, Callable[[dict[str, Any]], None]], modules: Sequence[str] = USED
+) -> None:
+    """Forks a process for every job, and reports how it ended after the process's own messages.
+
+    Args:
+        jobs: name → function that does a job.
+        modules: modules of maxjax that are imported once, for all jobs.
+    """
     import maxjax
 
-    for name in USED:
+    for name in modules:
         importlib.import_module(f"maxjax.{name}")
     # Otherwise the end of each process would copy every page that it shares with this one.
     gc.collect()
@@ -193,7 +200,7 @@ def serve() -> None:
         pid = os.fork()
         if not pid:
             say(pid=os.getpid())
-            {"again": save_again_and_again, "fault": save_with_fault}[job["job"]](job)
+            jobs[job["job"]](job)
             sys.exit(0)
         _, status = os.waitpid(pid, 0)
         say(ended=os.waitstatus_to_exitcode(status))
@@ -207,9 +214,13 @@ class Problem(Exception):
 
 
 class Server:
-    """The process above, with the shim in it; a context manager."""
+    """The process above, with the shim in it; a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        program: module that calls :func:`serve`.
+    """
+
+    def __init__(self, program: str = "scripts.save_trials") -> None:
         self.folder = tempfile.mkdtemp(prefix="maxjax-shim-")
         library = os.path.join(self.folder, "shim.so")
         source = str(ROOT / "scripts" / "fault_shim.c")
@@ -219,8 +230,8 @@ class Server:
         environment = {**os.environ, "LD_PRELOAD": library, "JAX_PLATFORMS": "cpu"}
         environment["MAXJAX_COMPILE_CACHE"] = "0"
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.stderr, env=environment, bufsize=0,
+            [sys.executable, "-m", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.stderr, env=environment, cwd=ROOT, bufsize=0,
         )  # fmt: skip
         self.buffer, self.pid = b"", 0
         self.hear(START_SECONDS)
@@ -420,4 +431,4 @@ def report(rows: Sequence[Any], table: str, how: str, file: str | None) -> int:
 
 
 if __name__ == "__main__":
-    serve()
+    serve({"again": save_again_and_again, "fault": save_with_fault})

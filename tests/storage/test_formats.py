@@ -1,10 +1,8 @@
 """The records of the formats: each names functions that are there, and no name means two formats."""
 
-import numpy as np
 import pytest
 
-from maxjax.storage import TensorTable
-from maxjax.storage.formats import FORMATS, NPY, SUFFIXES, UNREADABLE
+from maxjax.storage.formats import FORMATS, SUFFIXES, UNREADABLE
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -19,9 +17,3 @@ def test_what_a_record_names_is_there(format):
 def test_no_suffix_means_two_formats():
     listed = [suffix for format in FORMATS for suffix in format.suffixes]
     assert len(listed) == len(SUFFIXES) and not {*SUFFIXES} & {*UNREADABLE}
-
-
-def test_a_record_opens(tmp_path):
-    np.save(tmp_path / "w.npy", np.arange(3))
-    with NPY.open(tmp_path / "w.npy") as table:
-        assert isinstance(table, TensorTable) and table.format == NPY.name

@@ -199,15 +199,6 @@ def test_file_written_to_after_opening(tmp_path):
     assert caught.value.path == str(path)
 
 
-def test_file_replaced_after_opening_keeps_its_content(tmp_path):
-    path = tmp_path / "m.safetensors"
-    data = build(path, MIXED)
-    with open_checkpoint(path) as opened:
-        build(tmp_path / "new", MIXED, seed=1)
-        os.replace(tmp_path / "new", path)
-        np.testing.assert_array_equal(opened.read("large"), expected(data)["large"])
-
-
 def test_error_in_a_thread_names_the_tensor(tmp_path, small_blocks, monkeypatch):
     path = tmp_path / "m.safetensors"
     build(path, MIXED)

@@ -126,15 +126,6 @@ def test_ours_reads_what_was_written(tmp_path):
                 assert listed == value
 
 
-def test_ggufs_reader_reads_what_was_written(tmp_path):
-    tensors = [outgoing("w", ARRAYS["four"]), outgoing("q", blocks("Q4_K"), "Q4_K")]
-    reader = gguf.GGUFReader(written(tmp_path / "m.gguf", {"a": "b"}, tensors))
-    w, q = reader.tensors
-    assert w.shape.tolist() == [5, 4, 3, 2] and q.shape.tolist() == [512, 3]
-    assert (w.tensor_type.name, q.tensor_type.name) == ("F16", "Q4_K")
-    np.testing.assert_array_equal(w.data, ARRAYS["four"])
-
-
 VALUES = (
     st.text(max_size=9)
     | st.booleans()

@@ -3,7 +3,6 @@
 import io
 import tracemalloc
 import zipfile
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -291,14 +290,3 @@ def test_offset_points_at_the_field(method, tmp_path):
         open_npz(path)
     wanted = content.index(b"x)") if method == 0 else 30 + len("a.npy")
     assert caught.value.offset == wanted
-
-
-def test_nothing_of_the_data_is_read_when_opened(tmp_path):
-    path = Path(tmp_path / "m.npz")
-    path.write_bytes(saved(w=np.zeros(1 << 20, "f4")))
-    with open_npz(path) as table:
-        assert table.entries["w"].nbytes == 4 << 20
-        assert table.entries["w"].checksum
-        path.write_bytes(path.read_bytes()[:-9])
-        with pytest.raises(CheckpointError):
-            table.read("w")

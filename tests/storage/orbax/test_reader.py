@@ -27,7 +27,7 @@ from maxjax.storage.orbax import reader as orbax_reader
 from maxjax.storage.orbax.reader import is_orbax, open_orbax, orbax_items, orbax_tree, steps
 from maxjax.storage.parts import Part, read_parts
 from tests.storage.orbax import corpus as orbax_corpus
-from tests.storage.orbax.corpus import DTYPES, KINDS, quiet, sharded, tensors
+from tests.storage.orbax.corpus import KINDS, quiet, sharded, tensors
 
 
 @pytest.fixture(scope="session")
@@ -102,26 +102,6 @@ def test_leaves_without_tensors_are_in_the_tree(kind, made):
     keys = {leaf.name: leaf.keys for leaf in tree.leaves}
     assert keys["n.c.d"] == (("n", "dict"), ("c.d", "dict"))
     assert keys["l.1.x"] == (("l", "dict"), ("1", "sequence"), ("x", "dict"))
-
-
-@pytest.mark.parametrize("zarr3", [True, False])
-def test_every_type(zarr3, tmp_path):
-    import orbax.checkpoint as ocp
-
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for dtype in DTYPES:
-        dtype = np.dtype(dtype)
-        values = rng.integers(-7, 7, (4, 6)) if dtype.kind in "iV" else rng.integers(0, 7, (4, 6))
-        arrays[dtype.name] = values.astype(dtype)
-    with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=zarr3)) as saving:
-        saving.save(tmp_path / "c", arrays)
-    with open_orbax(tmp_path / "c") as table:
-        found = table.read_many()
-    assert sorted(found) == sorted(arrays)
-    for name, array in arrays.items():
-        assert found[name].dtype == array.dtype
-        assert np.array_equal(found[name].astype(np.float64), array.astype(np.float64)), name
 
 
 def test_float4(tmp_path):
