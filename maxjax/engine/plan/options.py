@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.placement.mesh import AXES, abstract_mesh, axis_name
-from ...models.weights import named_dtype
+from ...models.weights import named_dtype, named_float
 from ...nn.kv_cache.cache import check_cache_dtype
 
 
@@ -79,9 +79,8 @@ def read_axes(text: str) -> Iterator[tuple[str, int]]:
 def read_dtype(option: str, dtype: Any) -> DType | None:
     if dtype is None:
         return None
+    if option != "cache_dtype":
+        return named_float(option, dtype)
     found = named_dtype(option, dtype)
-    if option == "cache_dtype":
-        check_cache_dtype(found)
-    elif not found.is_float():
-        raise UserInputError(f"dtype must be a float type, not {found.name}")
+    check_cache_dtype(found)
     return found

@@ -174,7 +174,7 @@ def refuse(raw: Mapping[str, Any], supported: Mapping[str, Any], what: str) -> N
         if raw.get(key) is not None and raw[key] not in allowed:
             known = " or ".join(map(repr, allowed))
             raise UnsupportedModelError(
-                f"{what} with '{key}' {str(raw[key])[:60]}: only {known} is supported"
+                f"{what} with '{key}' {shown(raw[key])}: only {known} is supported"
             )
 
 
@@ -223,7 +223,7 @@ class ArchitectureConfig(ModelConfig):
             if act is not None and act not in ACTIVATIONS:
                 known = ", ".join(ACTIVATIONS)
                 raise ValueError(
-                    f"'{self.key_of(name)}' is {act[:80]!r}: it must be one of {known}"
+                    f"'{self.key_of(name)}' is {shown(act)}: it must be one of {known}"
                 )
 
     def _check_layer_types(self) -> None:
@@ -240,7 +240,7 @@ class ArchitectureConfig(ModelConfig):
             wrong = [i for i in getattr(self, name, None) or () if not 0 <= i < count]
             if wrong:
                 raise ValueError(
-                    f"'{name}' has the layer {str(wrong[0])[:60]}: there are {count}, counted from 0"
+                    f"'{name}' has the layer {shown(wrong[0])}: there are {count}, counted from 0"
                 )
 
     def _check_ropes(self) -> None:
@@ -461,7 +461,7 @@ def _refuse_quantized(raw: Mapping[str, Any]) -> None:
         return
     method = method.get("quant_method") if isinstance(method, Mapping) else None
     raise UnsupportedModelError(
-        f"'quantization_config' (quant_method {str(method)[:60]!r}): weights that are quantised so cannot be "
+        f"'quantization_config' (quant_method {shown(method)}): weights that are quantised so cannot be "
         "written as GGUF, calibrated, or quantised again"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CheckpointFormatError
+from ....errors import CheckpointFormatError, shown
 from ...find import text_of
 from ...multimodal import deepstack_layers, rope_sections
 from ...registry import gguf_model_types, gguf_of, of_model_type
@@ -146,7 +146,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     kind = config.get("model_type")
     if not isinstance(kind, str) or (architecture := gguf_of(kind)) is None:
         known = ", ".join(gguf_model_types())
-        what = f"model_type {str(kind)[:80]!r} in a GGUF file (maxjax supports {known})"
+        what = f"model_type {shown(kind)} in a GGUF file (maxjax supports {known})"
         raise unsupported(what, path)
     family = next(of_model_type(kind)).config
     values = {**family.defaults(), **config}
