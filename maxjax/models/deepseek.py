@@ -318,6 +318,10 @@ class GLM4MoELiteConfig(DeepseekV3Config):
         self._set("first_k_dense_replace", len(list(dense)))
         super()._fill_in()
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        return self.mlp_layer_types[layer] == SPARSE
+
 
 @dataclass(frozen=True)
 class DeepseekV32Config(GLM4MoELiteConfig):
