@@ -88,6 +88,16 @@ class FamilyConfig:
         return [hasattr(config, "is_sparse") and config.is_sparse(i) for i in range(count)]
 
     @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads."""
+        return self.config.num_attention_heads
+
+    @property
     def kv_heads(self) -> int:
         """The number of KV heads."""
         return self._first("num_key_value_heads", "num_attention_heads")
