@@ -454,6 +454,28 @@ class LanguageModelConfig(ArchitectureConfig):
         return {"full" if window is None else "sliding": kept}
 
 
+class StepwiseExpertsConfig(LanguageModelConfig):
+    """Base class of settings: each ``decoder_sparse_step``-th layer has experts, but none of ``mlp_only_layers``."""
+
+    num_experts: int
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        is_step = (layer + 1) % self.decoder_sparse_step == 0
+        return is_step and self.num_experts > 0 and layer not in self.mlp_only_layers
+
+    @classmethod
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings to compare with the tensors: the size of MLPs only if a layer may have one."""
+        raw = super().bounded_sizes(raw)
+        steps, listed = raw.get("decoder_sparse_step"), raw.get("mlp_only_layers")
+        if steps in (None, 1) and not listed and raw.get("num_experts") != 0:
+            return {key: raw[key] for key in raw if key != "intermediate_size"}
+        return raw
+
+
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError for a file with settings of quantised weights, which only a load applies."""
     method = quantization_settings(raw)
