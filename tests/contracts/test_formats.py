@@ -7,6 +7,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -217,14 +218,18 @@ def trial(row: Row, path: Path, tensors: Tensors, what: str) -> Iterator[str]:
 # --- changed while it is open -------------------------------------------------------------------
 
 
-def swap(path: Path, other: Path) -> None:
-    """Puts another checkpoint in the place of one: each file, or the directory, is renamed."""
-    if path.is_dir():
-        os.rename(path, path.with_name("old"))
-        os.rename(other, path)
-        return
-    for file in sorted(other.parent.iterdir()):
-        os.replace(file, path.parent / file.name)
+def replace_files(path: Path, other: Path) -> None:
+    """Puts the files of another checkpoint in the place of one's, one by one."""
+    for file in files_of(other):
+        place = path.parent / file.relative_to(other.parent)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place)
+
+
+def replace_directory(path: Path, other: Path) -> None:
+    """Puts the directory of another checkpoint in the place of one's."""
+    os.rename(path.parent, path.parent.with_name("old"))
+    os.rename(other.parent, path.parent)
 
 
 def cut(path: Path, other: Path) -> None:
@@ -245,9 +250,10 @@ def delete(path: Path, other: Path) -> None:
     shutil.rmtree(path.parent)
 
 
-# Other values, so that the header is the same; and other shapes, so that it is not.
-OTHERS = {"values": SHAPE, "header": (16, 33)}
-CHANGES = {"values": swap, "header": swap, "cut": cut, "write_over": write_over, "delete": delete}
+# Of the same shape, so that the header is the same; and of another, so that it is not.
+OTHERS = {"values": SHAPE, "header": (16, 33), "directory": (16, 33)}
+REPLACES = {"values": replace_files, "header": replace_files, "directory": replace_directory}
+CHANGES = {**REPLACES, "cut": cut, "write_over": write_over, "delete": delete}
 CHANGED = (
     CheckpointChangedError, CheckpointMissingError, CheckpointTruncatedError, CheckpointCorruptError,
 )  # fmt: skip
@@ -315,22 +321,18 @@ class Openings:
                 self.act()
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("change", REPLACES)
 @ROWS
-def test_replaced_while_it_is_opened(row: Row, other: str, tmp_path: Path):
+def test_replaced_while_it_is_opened(row: Row, change: str, tmp_path: Path):
     """Just before each file that is opened: all of the result is of one checkpoint."""
-    old, new = two(row), two(row, 7, OTHERS[other])
+    old, new = two(row), two(row, 7, OTHERS[change])
     sources = write(row, tmp_path / "a", old), write(row, tmp_path / "b", new)
-    number = 0
-    while True:
-        number += 1
+    for number in range(1, 100):
         place = tmp_path / str(number)
         for source, name in zip(sources, "cd", strict=True):
             shutil.copytree(source.parent, place / name)
-        path = place / "c" / row.path
-        with Openings(
-            place / "c", number, lambda p=path: swap(p, p.parents[1] / "d" / row.path)
-        ) as seen:
+        path, other = place / "c" / row.path, place / "d" / row.path
+        with Openings(place / "c", number, partial(REPLACES[change], path, other)) as seen:
             try:
                 found = read(path)
             except (CheckpointChangedError, CheckpointMissingError) as error:
@@ -339,7 +341,7 @@ def test_replaced_while_it_is_opened(row: Row, other: str, tmp_path: Path):
         assert [] in (differences(found, one, row.is_single) for one in (old, new))
         if seen.count < number:
             break
-    assert number > 1, "nothing was ever opened"
+    assert 1 < number < 99, "nothing was ever opened, or it never ended"
 
 
 # --- killed -------------------------------------------------------------------------------------
