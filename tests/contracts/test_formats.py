@@ -17,6 +17,7 @@ from maxjax.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointFormatError,
+    CheckpointIncompleteError,
     CheckpointLimitError,
     CheckpointMissingError,
     CheckpointTruncatedError,
@@ -169,6 +170,28 @@ def test_a_cut_file_is_one_error(row: Row, tmp_path: Path):
     assert not wrong
     assert open_files() <= opened
     assert not differences(read(path), tensors, row.is_single)
+
+
+@ROWS
+def test_a_missing_file_is_one_error(row: Row, tmp_path: Path):
+    tensors, wrong = two(row), []
+    path = write(row, tmp_path / "c", tensors)
+    read(path)
+    for file in files_of(path):
+        content, name = file.read_bytes(), str(file.relative_to(tmp_path / "c"))
+        file.unlink()
+        try:
+            found = read(path)
+        except (CheckpointMissingError, CheckpointIncompleteError) as error:
+            if file.name not in str(error) or errors_of(error, path):
+                wrong.append(f"{name}: {error}")
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            if not re.search(row.optional, name) or differences(found, tensors, row.is_single):
+                wrong.append(f"{name}: it was read")
+        file.write_bytes(content)
+    assert not wrong
 
 
 @ROWS
