@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from ..dtype import DType, promote
+from ..dtype import promote
 from .operation import matmul_precision, same_varying, with_precision
 
 # The kinds of matmul, with the shapes of operands and result for M rows and G groups. The cotangents
@@ -38,7 +38,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         >>> print(grouped_matmul(x, w, jnp.array([1, 2], jnp.int32)).T)
         [[2. 4. 4.]]
     """
-    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    dtype = promote(x.dtype, w.dtype).np
     how = _How(_ROWS, matmul_precision())
     return _bind(how, x.astype(dtype), w.astype(dtype), sizes)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..dtype import DType, promote
+from ..dtype import promote
 from . import explicit
 from .operation import has_static_shapes
 from .packed_product import packed_products
@@ -172,5 +172,5 @@ def _common_dtype(x: Any, w: Any) -> np.dtype:
     if x.dtype == w.dtype:
         return x.dtype
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating):
-        return promote(DType.of(x.dtype), DType.of(w.dtype)).np
+        return promote(x.dtype, w.dtype).np
     return jnp.promote_types(x.dtype, w.dtype)

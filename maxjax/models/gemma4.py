@@ -538,10 +538,7 @@ def _of_layers(given: Settings, key: str, layers: int, default: Any) -> list[int
     """Return the number for each layer; a file has one for all layers, or a list with one for each."""
     if not given.has(key) or not isinstance(given.any(key), list):
         return [given.count(key, default)] * layers
-    found = given.items(key, int)
-    if len(found) != layers:
-        raise given.wrong(key, f"{layers} values", len(found), "does not fit", is_text=True)
-    return found
+    return given.items(key, int, count=layers)
 
 
 def _read(given: Settings, tensors: Any, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def same_width(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both arrays in the wider of their dtypes: ``lax.conv_general_dilated`` needs equal dtypes."""
     if x.dtype == w.dtype:
         return x, w
-    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    dtype = promote(x.dtype, w.dtype).np
     return x.astype(dtype), w.astype(dtype)
 
 

@@ -251,7 +251,7 @@ def added(layer: LowRank, y: jax.Array, h: jax.Array) -> jax.Array:
     """
     assert layer.lora is not None and layer.lora_B is not None
     update = matmul(h * layer.lora.scale, layer.lora_B)
-    wide = promote(DType.of(y.dtype), DType.of(update.dtype)).np
+    wide = promote(y.dtype, update.dtype).np
     found = y.astype(wide) + update.astype(wide)
     if layer.lora_magnitude_vector is not None:
         factors = ratios(jnp.asarray(layer.lora_magnitude_vector), layer.magnitudes())
@@ -261,7 +261,7 @@ def added(layer: LowRank, y: jax.Array, h: jax.Array) -> jax.Array:
 
 def _wide(dtype: Any) -> Any:
     """float32, or a wider dtype; JAX's own function refuses it with ``jax_numpy_dtype_promotion="strict"``."""
-    return promote(DType.of(dtype), DType.float32).np
+    return promote(dtype, DType.float32).np
 
 
 def summed(base: jax.Array, a: jax.Array, b: jax.Array, scale: float, out_axis: int) -> jax.Array:

@@ -59,5 +59,5 @@ def add_bias(y: jax.Array, bias: Any) -> jax.Array:
     bias = bias.reshape((1,) * (y.ndim - 1) + bias.shape)
     if bias.dtype == y.dtype:
         return y + bias
-    wide = promote(DType.of(y.dtype), promote(DType.of(bias.dtype), DType.float32)).np
+    wide = promote(y.dtype, promote(bias.dtype, DType.float32)).np
     return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)

@@ -94,8 +94,8 @@ def _matmul(x: jax.Array, weight: jax.Array, narrow: bool = False) -> jax.Array:
 
 
 def _product(narrow: bool, x: jax.Array, weight: jax.Array) -> jax.Array:
-    wide = promote(DType.of(x.dtype), promote(DType.of(weight.dtype), DType.float32)).np
-    common = promote(DType.of(x.dtype), DType.of(weight.dtype)).np
+    wide = promote(x.dtype, promote(weight.dtype, DType.float32)).np
+    common = promote(x.dtype, weight.dtype).np
     contraction = (((x.ndim - 1,), (0,)), ((), ()))
     y = jax.lax.dot_general(
         x.astype(common), weight.astype(common), contraction,

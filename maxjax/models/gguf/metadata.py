@@ -114,14 +114,17 @@ class Settings:
         """A str."""
         return self._typed(key, default, str, "a string")
 
-    def items(self, key: str, kind: type, default: Any = ...) -> Any:
-        """A list of values that are all ``kind``."""
+    def items(self, key: str, kind: type, default: Any = ..., count: int | None = None) -> Any:
+        """A list of values that are all ``kind``, as many as ``count``; None: of any length."""
         value = self._typed(key, default, list, f"a list of {kind.__name__}")
         if value is not default:
             odd = next((i for i, item in enumerate(value) if type(item) is not kind), None)
             if odd is not None:
                 found = f"{shown(value[odd])} at {odd}"
                 raise self.wrong(key, f"a list of {kind.__name__}", found, is_text=True)
+            if count is not None and len(value) != count:
+                problem = "is of another length"
+                raise self.wrong(key, f"{count} values", len(value), problem, is_text=True)
         return value
 
     def firsts(self, keys: Collection[str]) -> Settings:

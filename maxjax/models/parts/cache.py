@@ -622,7 +622,7 @@ def scores(
 ) -> Scores:  # fmt: skip
     """Return the Scores of queries ``[..., D]``; ``scale`` is ``1/√D`` if it is None."""
     factor: float = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    dtype = promote(DType.of(q.dtype), DType.float32)
+    dtype = promote(q.dtype, DType.float32)
     sinks, slopes = (None if a is None else jnp.asarray(a) for a in (sinks, slopes))
     return Scores(factor, soft_cap, sinks, slopes, chosen, dtype)
 

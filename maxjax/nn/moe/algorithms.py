@@ -142,7 +142,7 @@ def down_bias(experts: AllExperts) -> jax.Array | None:
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
     dtype = DType.of(arrays[0].dtype)
     for other in arrays[1:]:
-        dtype = promote(dtype, DType.of(other.dtype))
+        dtype = promote(dtype, other.dtype)
     return jnp.stack([array.astype(dtype.np) for array in arrays])
 
 
@@ -236,7 +236,7 @@ def _row_product(x: jax.Array, w: Any) -> jax.Array:
     """``kernels.matmul`` of one row ``[1, in]``, as multiplication and sum if the weight is not quantised."""
     if isinstance(w, QuantArray):  # its kernel reads from the stack in place
         return matmul(x, w)
-    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    dtype = promote(x.dtype, w.dtype).np
     wide = jnp.float32 if dtype.itemsize < 4 else dtype
     matrix = jnp.asarray(w).astype(dtype).astype(wide)
     return jnp.sum(matrix * x.astype(dtype).astype(wide), axis=-1)[None].astype(dtype)
@@ -268,7 +268,7 @@ def by_expert(chosen: jax.Array, shares: jax.Array, many: int) -> jax.Array:
 def _product(x: jax.Array, w: Any, own: Any, others: Any, batch: bool = False) -> jax.Array:
     """Contracts axes ``own`` of ``x`` with axes ``others`` of ``w``; ``batch`` makes the experts a batch axis."""
     w = jnp.asarray(w)
-    dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+    dtype = promote(x.dtype, w.dtype).np
     wide = jnp.float32 if dtype.itemsize < 4 else None
     dimensions = ((own, others), ((1,), (0,)) if batch else ((), ()))
     y = jax.lax.dot_general(
@@ -397,7 +397,7 @@ def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExp
     found, many = stacked(experts), count_of(experts)
 
     def product(x: jax.Array, w: Any) -> jax.Array:
-        dtype = promote(DType.of(x.dtype), DType.of(w.dtype)).np
+        dtype = promote(x.dtype, w.dtype).np
         w, first = _all_layers(w)
         places = jnp.where(owner < many, owner + first, -1)
         return block_matmul(x.astype(dtype), w.astype(dtype), places)

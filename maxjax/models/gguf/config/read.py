@@ -296,11 +296,7 @@ def layer_types(given: Settings, config: Config, period: int) -> list[str]:
     """Return the kinds of the layers: all but every ``period``-th slide, unless the file has another pattern."""
     layers, pattern = config["num_hidden_layers"], given.any(WINDOWS, None)
     if isinstance(pattern, list):
-        slides = given.items(WINDOWS, bool)
-        if len(slides) != layers:
-            raise given.wrong(
-                WINDOWS, f"{layers} values", len(slides), "does not fit", is_text=True
-            )
+        slides = given.items(WINDOWS, bool, count=layers)
     else:
         period = given.count(WINDOWS, period)
         slides = [bool((i + 1) % period) for i in range(layers)]

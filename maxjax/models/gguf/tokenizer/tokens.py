@@ -24,12 +24,7 @@ SPECIAL = {
 
 def token_types(given: Settings, count: int) -> list[int] | None:
     """The type of each token; None if the file has no types."""
-    types = given.items("token_type", int, None)
-    if types is not None and len(types) != count:
-        raise given.wrong(
-            "token_type", f"{count} values", len(types), "is of another length", is_text=True
-        )
-    return types
+    return given.items("token_type", int, None, count)
 
 
 def special_id(given: Settings, tokens: list[str], key: str) -> int | None:
@@ -39,11 +34,7 @@ def special_id(given: Settings, tokens: list[str], key: str) -> int | None:
 
 def token_scores(given: Settings, count: int) -> list[float]:
     """The score of each token."""
-    scores = given.items("scores", float)
-    if len(scores) != count:
-        raise given.wrong(
-            "scores", f"{count} values", len(scores), "is of another length", is_text=True
-        )
+    scores = given.items("scores", float, count=count)
     if not all(map(math.isfinite, scores)):
         raise given.wrong("scores", "finite numbers", "one that is not", is_text=True)
     return scores
