@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .errors import UserInputError, some
-from .graph.weight.stored import STATIC_NAMES
+from .graph.weight.spec import WeightSpec
 from .nn.layer.module import Module
 from .nn.layer.static import fields_of, unread_fields
 from .nn.layer.walk import Walk
@@ -110,7 +110,7 @@ def _of_weights(one: Any, two: Any) -> Iterator[str]:
                 f"that only the {'first' if second is None else 'second'} has", []
             ).append(name)
             continue
-        for what, a, b in _unequal_parts(first.stored.static(), second.stored.static()):
+        for what, a, b in _unequal_parts(first.spec, second.spec):
             groups.setdefault(
                 f"{what} of \0: {short(repr(a), 60)} and {short(repr(b), 60)}", []
             ).append(name)
@@ -119,19 +119,23 @@ def _of_weights(one: Any, two: Any) -> Iterator[str]:
         yield text.replace("\0", whose) if "\0" in text else f"{whose}, {text}"
 
 
-def _unequal_parts(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    if len(a) != len(b):
-        yield "stacking", a[0].__name__, b[0].__name__
+# The words for attributes of a WeightSpec whose names are not clear here.
+_WORDS = {
+    "kind": "class", "sizes": "shape", "encoding": "quantization", "align": "alignment", "spans": "stacking",
+    "split": "split of the layers", "shard_idx": "shard",
+}  # fmt: skip
+
+
+def _unequal_parts(a: WeightSpec, b: WeightSpec) -> Iterator[tuple[str, Any, Any]]:
+    if bool(a.spans) != bool(b.spans):
+        x, y = ("StackedWeight" if one.spans else "Weight" for one in (a, b))
+        yield "stacking", x, y
         return
-    if len(a) != len(
-        STATIC_NAMES
-    ):  # of a stack: of how many layers it is, and the template of a layer
-        if a[1:3] != b[1:3]:
-            yield "stacking", a[1], b[1]
-        a, b = a[-1], b[-1]
-    for what, x, y in zip(STATIC_NAMES, a, b, strict=True):
+    compared = [field.name for field in dataclasses.fields(WeightSpec) if field.compare]
+    for name in ("sizes" if name == "dims" else name for name in compared):
+        x, y = getattr(a, name), getattr(b, name)
         if x != y:
-            yield what, x, y
+            yield _WORDS.get(name, name.replace("_", " ")), x, y
 
 
 def _of_attributes(prefix: str, one: Any, two: Any) -> Iterator[str]:

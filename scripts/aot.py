@@ -95,9 +95,9 @@ def _pack_experts(model: Any, encoding: QuantizationEncoding) -> None:
     """Declares the matrices of a model's experts as quantised, as loading a quantised checkpoint does."""
     definition, holders = model._mx_definition()
     for name, holder in zip(definition.names, holders, strict=True):
-        dims = [int(size) for size in holder.stored.dims]
+        dims = [int(size) for size in holder.spec.dims]
         if ".experts." in name and len(dims) == 2:
-            holder.stored.redeclare(DType.uint8, encoding.packed_shape(dims), encoding)
+            holder.redeclare(DType.uint8, encoding.packed_shape(dims), encoding)
 
 
 def trace(case: Case, topology: str) -> tuple[Any, int]:

@@ -86,7 +86,13 @@ def _cell(value: Any) -> str:
     return short(value)
 
 
-verify_arguments = inspect_arguments
+def verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        nargs="+",
+        help="a file, a directory, an index, several files, or tiny",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
 def verify(options: argparse.Namespace) -> Iterable[str]:

@@ -17,7 +17,6 @@ from ..graph.placement.strategy import ShardingStrategy, strategy_division
 from ..graph.weight.weight import Weight
 from ..kernels import explicit
 from ..kernels.stack_slice import stack_of
-from ..models.name_rules import generic
 from ..nn.layer import Module
 from ..rendering.division import Division, device_table
 from ..rendering.rendered import boxed, card
@@ -101,11 +100,11 @@ def _weights(module: Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[Any] = set()
     for name, weight in module.raw_state_dict().items():
-        general = generic(name)
-        key = general, str(weight.shape), weight.sharding
+        generic = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        key = generic, str(weight.shape), weight.sharding
         if key not in seen and len(weight.shape) > 0:
             seen.add(key)
-            found[general if general not in found else name] = weight
+            found[generic if generic not in found else name] = weight
     return found
 
 
@@ -121,7 +120,7 @@ def _division(given: Any, shape: Sequence[int] | None, labels: dict[int, str]) -
         sharding, sizes = given, _smallest(given) if shape is None else _sizes(shape)
     else:
         sharding, sizes = _held(given)
-        layout = given.stored.layout if isinstance(given, Weight) else None
+        layout = given.spec.layout if isinstance(given, Weight) else None
     if isinstance(sharding, NamedSharding):
         labels.update(labels_of(sharding.mesh))
     found = division_of(sharding, sizes, layout)
@@ -135,8 +134,8 @@ def _held(given: Any) -> tuple[Any, tuple[int, ...]]:
     """The sharding and the shape of something that is, or will be, an array."""
     if isinstance(given, Weight):
         sharding = given.sharding
-        leaf = stack_of(given.stored.leaf)
-        if sharding is None and not given.stored.is_lazy:
+        leaf = stack_of(given.leaf)
+        if sharding is None and not given.is_lazy:
             sharding = getattr(leaf, "sharding", None)
         name, sizes = f"weight '{given.name}'", tuple(given.shape)
     elif isinstance(given, Tracer):

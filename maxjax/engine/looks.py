@@ -259,7 +259,7 @@ def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
 def _is_array(what: Any) -> bool:
     kinds = (
         TensorValue,
-        StackedWeight,
+        Weight,
         WeightData,
         FileWeights,
         QuantArray,
@@ -279,7 +279,7 @@ class _Found:
     def add(self, name: str, what: Any, alone: bool = False) -> None:
         """Dispatches the statistics of an array; one that cannot be measured raises only if ``alone``."""
         held, kind, note, layers = _value(what, name)
-        lead, shape = (len(what.stored.lead) if layers else 0), tuple(getattr(held, "shape", ()))
+        lead, shape = (len(what.spec.lead) if layers else 0), tuple(getattr(held, "shape", ()))
         pending = None
         if held is not None and not note:
             if 0 in shape:
@@ -316,7 +316,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         return data.typed(), _type_of(what), "", ()
     if isinstance(what, FileWeights):
         return _value(what.data(), name)
-    if not isinstance(what, (Weight, StackedWeight)):
+    if not isinstance(what, Weight):
         if isinstance(what, (np.ndarray, np.generic)):
             if what.dtype.kind in "OUSMm" or what.dtype.names is not None:
                 return None, f"{what.dtype}{list(what.shape)}", "its values are no numbers", ()
@@ -330,12 +330,11 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
             return array, kind, _NO_VALUE, ()
         _check(array, name)
         return array, kind, "", ()
-    stored: Any = what.stored
-    if _is_another(stored):  # a pytree with the model's structure may hold other arrays
-        return _value(stored.leaf, name)
-    sizes = [*map(str, stored.logical_shape)]
-    encoding = stored.packing
-    dtype = getattr(stored.leaf, "dtype", stored.dtype.name)
+    if _is_another(what):  # a pytree with the model's structure may hold other arrays
+        return _value(what.leaf, name)
+    sizes = [*map(str, what.spec.logical_shape)]
+    encoding = what.spec.packing
+    dtype = getattr(what.leaf, "dtype", what.spec.dtype.name)
     kind = f"{dtype if encoding is None else encoding.value}[{', '.join(sizes)}]"
     if isinstance(what, StackedWeight):
         leaf = what.leaf
@@ -344,24 +343,26 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         if not what.is_whole:
             return None, kind, _NO_VALUE, ()
         _check(leaf, name)
-        return what.operand(), kind, "", tuple(what.name(name, i) for i in range(what.count))
-    if stored.is_lazy:
-        if stored.source is not None:
-            data, _, note, _ = _value(stored.source, name)
+        return what.operand(), kind, "", tuple(what.spec.names(name))
+    if what.is_lazy:
+        if what.source is not None:
+            data, _, note, _ = _value(what.source, name)
             return data, kind, note, ()
         return None, kind, _NO_VALUE, ()
-    if state_of(stored.leaf).foreign:
-        return None, kind, f"{type(stored.leaf).__name__} in its place", ()
-    _check(stored.leaf, name)
-    return (stored.operand() if encoding is not None else stored.value), kind, "", ()
+    if state_of(what.leaf).foreign:
+        return None, kind, f"{type(what.leaf).__name__} in its place", ()
+    _check(what.leaf, name)
+    return (what.operand() if encoding is not None else what.stored_value()), kind, "", ()
 
 
-def _is_another(stored: Any) -> bool:
+def _is_another(weight: Any) -> bool:
     """Whether the leaf is an array of another shape or dtype than the Weight or the stack declares."""
-    leaf, blank = stored.leaf, stored.blank()
+    leaf, blank = weight.leaf, weight.spec.blank()
     if blank is None or not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return False
-    return leaf.shape != blank.shape or (stored.packing is not None and leaf.dtype != blank.dtype)
+    return leaf.shape != blank.shape or (
+        weight.spec.packing is not None and leaf.dtype != blank.dtype
+    )
 
 
 def _type_of(data: WeightData) -> str:

@@ -23,15 +23,14 @@ from jax.core import Tracer
 from ..columns import columns
 from ..driver import memory_stats
 from ..errors import UserInputError, some
+from ..graph.weight.spec import is_value
 from ..graph.weight.stacked import StackedWeight
-from ..graph.weight.stored import is_value
 from ..graph.weight.weight import Weight
 from ..kernels.stack_slice import stack_of
 from ..nn.kv_cache.cache import KVCache
 from ..nn.layer import Module
 from ..nn.layer.load.memory import free_bytes
 from ..rendering.rendered import plain_table
-from ..rendering.row import bytes_text
 
 
 def live(*kinds: type) -> list[Any]:
@@ -51,13 +50,12 @@ def arrays_in(holder: Weight | StackedWeight) -> list[jax.Array]:
 
     A layer of a stack has none, because the stack holds it; nor has a part of a Weight (``shard``).
     """
-    stored = holder.stored
-    if stored.home is not None or (isinstance(holder, Weight) and holder.shard_idx is not None):
+    if holder.home is not None or (isinstance(holder, Weight) and holder.shard_idx is not None):
         return []
     if isinstance(holder, StackedWeight) and not holder.is_whole:
-        leaves: Iterable[Any] = (holder.leaf_of(i) for i in range(holder.count))
+        leaves: Iterable[Any] = (holder.leaf_of(i) for i in range(holder.spec.count))
     else:
-        leaves = [stack_of(stored.leaf)]
+        leaves = [stack_of(holder.leaf)]
     return [leaf for leaf in leaves if is_value(leaf) and is_array(leaf)]
 
 
@@ -79,8 +77,8 @@ def buffers(array: jax.Array) -> Iterator[tuple[Any, int, int]]:
 def owner(weight: Weight | StackedWeight) -> Any:
     """What holds the array of a Weight: itself, or the outermost stack that it is in."""
     holder: Any = weight
-    while holder.stored.home is not None:
-        holder = holder.stored.home[0]
+    while holder.home is not None:
+        holder = holder.home[0]
     return holder
 
 
@@ -106,6 +104,9 @@ def cache_arrays() -> list[jax.Array]:
     """The arrays of all KV caches."""
     leaves = (leaf for cache in live(KVCache) for leaf in jax.tree.leaves(cache))
     return [leaf for leaf in leaves if is_array(leaf)]
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -166,17 +167,13 @@ class Memory:
         for one in self.devices:
             free = None if one.limit is None or one.in_use is None else one.limit - one.in_use
             sizes = (one.weights, one.caches, one.others, one.in_use, one.peak, free)
-            rows.append([one.device, *map(_size, sizes)])
-        rows.append(["host", "", "", "", _size(self.host_in_use), "", _size(self.host_free)])
+            rows.append([one.device, *map(size, sizes)])
+        rows.append(["host", "", "", "", size(self.host_in_use), "", size(self.host_free)])
         return rows
 
     def _models(self) -> list[list[str]]:
         return [
-            [
-                one.model,
-                bytes_text(one.nbytes),
-                f"{bytes_text(one.shared)} shared" if one.shared else "",
-            ]
+            [one.model, size(one.nbytes), f"{size(one.shared)} shared" if one.shared else ""]
             for one in self.models
         ]
 
@@ -190,8 +187,17 @@ class Memory:
         return plain_table(self._rows()) + plain_table(self._models(), titles=0)
 
 
-def _size(nbytes: int | None) -> str:
-    return "" if nbytes is None else bytes_text(nbytes)
+def size(nbytes: int | None) -> str:
+    """Bytes as text; "" if unknown.
+
+    Example:
+        >>> size(12), size(4_200_000), size(None)
+        ('12 B', '4.2 MB', '')
+    """
+    if nbytes is None:
+        return ""
+    unit = min(max(len(str(nbytes)) - 1, 0) // 3, len(_UNITS) - 1)
+    return f"{nbytes} B" if not unit else f"{nbytes / 1000**unit:.1f} {_UNITS[unit]}"
 
 
 def memory() -> Memory:
@@ -209,7 +215,7 @@ def memory() -> Memory:
         >>> one.nbytes
         8192
         >>> maxjax.free(layer)
-        freed 8 KiB
+        freed 8.2 kB
     """
     modules = [module for module in live(Module) if "_mx_children" in vars(module)]
     held: list[tuple[Module, dict[Any, int]]] = []
@@ -297,11 +303,9 @@ class Freed:
 
     def __repr__(self) -> str:
         if not self.kept:
-            return f"freed {bytes_text(self.nbytes)}"
+            return f"freed {size(self.nbytes)}"
         who = f"weights of other Modules: {some(self.holders, 3)}" if self.holders else "others"
-        return (
-            f"freed {bytes_text(self.nbytes)}; {bytes_text(self.kept)} stay, which {who} still hold"
-        )
+        return f"freed {size(self.nbytes)}; {size(self.kept)} stay, which {who} still hold"
 
 
 def free(*what: Module | Weight, delete: bool = False) -> Freed:
@@ -335,7 +339,7 @@ def free(*what: Module | Weight, delete: bool = False) -> Freed:
         >>> from maxjax.graph import DeviceRef
         >>> layer = maxjax.init(nn.Linear(64, 32, "float32", DeviceRef.CPU()), jax.random.key(0))
         >>> maxjax.free(layer), maxjax.free(layer)
-        (freed 8 KiB, freed 0 bytes)
+        (freed 8.2 kB, freed 0 B)
         >>> layer.weight.value is None
         True
     """
@@ -345,7 +349,7 @@ def free(*what: Module | Weight, delete: bool = False) -> Freed:
     references = [(weakref.ref(array), list(buffers(array))) for array in arrays]
     del arrays
     for one in holders:
-        one.stored.put(one.stored.blank())
+        one.put(one.spec.blank())
     if any(reference() is not None for reference, _ in references):
         gc.collect()  # what only cycles of garbage hold
     alive = [found for reference, _ in references if (found := reference()) is not None]
@@ -377,16 +381,16 @@ def _holders(what: Iterable[Any]) -> list[Any]:
                     f"weight '{weight.name}' is a part of another one and has no array of its own: free "
                     "the weight that it is a part of"
                 )
-            home = weight.stored.home
+            home = weight.home
             holder = owner(weight)
             seen = numbers.setdefault(id(holder), (holder, set()))[1]
             seen.add(0 if home is None else home[1])
     for holder, seen in numbers.values():
-        if isinstance(holder, StackedWeight) and len(seen) < holder.count:
+        if isinstance(holder, StackedWeight) and len(seen) < holder.spec.count:
             name = holder.view(min(seen)).name
             raise UserInputError(
-                f"weight '{name}' is one of the {holder.count} layers of a LayerStack, whose weights are one array: "
-                "free the whole stack, or unstack() it first"
+                f"weight '{name}' is one of the {holder.spec.count} layers of a LayerStack, whose weights are one "
+                "array: free the whole stack, or unstack() it first"
             )
     return [holder for holder, _ in numbers.values()]
 
@@ -396,7 +400,7 @@ def _warn_of_ties(what: Iterable[Any], holders: Iterable[Any]) -> None:
     freed = {
         id(module) for one in what if isinstance(one, Module) for _, module in one.named_modules()
     }
-    plain = {id(one): one for one in holders if isinstance(one, Weight) and not one.stored.is_lazy}
+    plain = {id(one): one for one in holders if isinstance(one, Weight) and not one.is_lazy}
     singles = {id(one) for one in what if isinstance(one, Weight)}
     for module in live(Module):
         if id(module) in freed:

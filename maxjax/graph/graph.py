@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from ..errors import first_line
 from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
 from .arguments import TraceArguments, used_arguments, with_arguments
@@ -78,20 +77,20 @@ class GraphWeight:
     """
 
     def __init__(self, weight: Weight | StackedWeight, arguments: TraceArguments):
-        self.weight, stored = weight, weight.stored
-        self.names = [RUNNING.name_of(one) for one in stored.weights]
+        self.weight = weight
+        self.names = [RUNNING.name_of(one) for one in weight.weights]
         # Keys of a registry: the state dict of a child has a shorter name, and a Weight may have a name of its own.
         self.keys = [
             (name, RUNNING.path_of(one) or name, one.name)
-            for name, one in zip(self.names, stored.weights, strict=True)
+            for name, one in zip(self.names, weight.weights, strict=True)
         ]
         # The sizes of a Weight with names are those of its next value, also if it has one now.
         self.shape = (
-            tuple(map(int, stored.leaf.shape))
-            if Shape.is_static(stored.dims)
-            else (*stored.lead, *to_sizes(stored.dims))
+            tuple(map(int, weight.leaf.shape))
+            if Shape.is_static(weight.spec.dims)
+            else (*weight.spec.lead, *to_sizes(weight.spec.dims))
         )
-        self.dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
+        self.dtype = jax.dtypes.canonicalize_dtype(weight.spec.dtype.np)
         self.number = arguments.add(self.shape, self.dtype)
         self.is_leaf = False
 
@@ -104,11 +103,11 @@ class GraphWeight:
         """The Weight of that name."""
         if name not in self.names:
             return None
-        return self.weight.stored.weights[self.names.index(name)]
+        return self.weight.weights[self.names.index(name)]
 
     def placed(self, array: Any) -> Any:
         """The tracer of the argument with the sharding of the weight, which is part of types on an Explicit mesh."""
-        sharding = self.weight.stored.leaf_sharding
+        sharding = self.weight.spec.leaf_sharding
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             return jax.sharding.reshard(array, sharding.with_memory_kind("device"))
         return array
@@ -285,7 +284,7 @@ class Graph(Rendered, metaclass=_Meta):
             self._entered.close()
         if isinstance(error, jax.errors.InconclusiveDimensionOperation):
             raise ValueError(
-                f"Graph '{self.name}': {first_line(error)} It depends on sizes that are known only when the "
+                f"Graph '{self.name}': {str(error).splitlines()[0]} It depends on sizes that are known only when the "
                 "program runs: rebind the tensor to the size that it has, or declare the input with numbers"
             ) from error
 
@@ -384,7 +383,7 @@ class Graph(Rendered, metaclass=_Meta):
         """A Weight, or the Weights of a stack, as an argument of this graph: its tracer."""
         entry = self._by_weight.get(id(weight))
         if entry is None:
-            names = map(str, Shape(weight.stored.dims).parameters)
+            names = map(str, Shape(weight.spec.dims).parameters)
             self._sizes.update(sizes_of(name for name in names if not is_known(name)))
             entry = GraphWeight(weight, self._arguments)
             entry.is_leaf = self._takes_leaves
@@ -482,7 +481,7 @@ class Graph(Rendered, metaclass=_Meta):
             )
         flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
         check_arguments(self.name, flat, self.input_types)
-        found = self.function()([entry.weight.stored.array() for entry in self.entries], *flat)
+        found = self.function()([entry.weight.array() for entry in self.entries], *flat)
         return [TensorValue(y) for y in found]
 
     def function(self) -> Callable[..., list[Any]]:

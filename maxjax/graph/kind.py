@@ -9,8 +9,11 @@ and Weight, and so of the key of every trace.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 
 class _Kind(threading.local):
@@ -32,3 +35,14 @@ def returning_values(values: bool) -> Iterator[None]:
         yield
     finally:
         KIND.values = before
+
+
+def to_value(array: Any) -> Any:
+    """Return an array, or a Weight, as a TensorValue."""
+    return value_class()(array)
+
+
+@functools.cache
+def value_class() -> Any:
+    """Return MAX's TensorValue. Nothing of the core imports it, so it is imported on first use, by the package."""
+    return sys.modules["maxjax.graph"].TensorValue

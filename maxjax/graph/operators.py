@@ -1,18 +1,25 @@
-"""Python's operators, and some methods, for values that represent arrays.
+"""Operators: what a TensorValue and a Weight have in common, as values that represent arrays.
 
-Operators are written out, not generated, so that editors and type checkers know them; ``value.py`` defines
-what an operator does.
+Operators are written out, not generated, so that editors and type checkers know them; ``value.py`` and
+``weight/weight.py`` define what an operator does.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import GenericAlias
 from typing import Any
 
 import jax
+import numpy as np
+
+from ..dtype import DType
+from . import shaping
+
+_METADATA = {np.ndim, np.shape, np.size, np.result_type, np.iscomplexobj, np.isrealobj}
 
 
 class Value:
@@ -52,8 +59,16 @@ def _of_array(name: str) -> Any:
 
 
 class Operators(Value):
-    """The operators, in terms of methods that a subclass defines."""
+    """The operators and common methods, in terms of methods that a subclass defines."""
 
+    # Makes NumPy arrays on the left of an operator defer to this class.
+    __array_priority__ = 1000
+    # A value with __getitem__ would be iterated by index; MAX's is not iterable.
+    __iter__ = None
+
+    shape: Any
+    dtype: Any
+    rank: Any
     _as_array: Callable[[], Any]
     _result: Callable[..., Any]
     _binary: Callable[[Callable[[Any, Any], Any], Any, Any], Any]
@@ -177,6 +192,84 @@ class Operators(Value):
     def __round__(self, digits: int | None = None) -> Any:
         return self._result(self._as_array().round(digits or 0))
 
+    def __int__(self) -> int:
+        return int(self._as_array())
+
+    def __float__(self) -> float:
+        return float(self._as_array())
+
+    # -- NumPy
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self._as_array())
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """NumPy functions, which get the value as a NumPy array.
+
+        jnp functions ask NumPy for shapes and dtypes, also of traced values, which have no such array;
+        for these an array without memory is used.
+        """
+        convert = _stand_in if func in _METADATA else np.asarray
+        args, kwargs = jax.tree.map(
+            lambda v: convert(v) if isinstance(v, Operators) else v,
+            (args, kwargs),
+            is_leaf=lambda v: isinstance(v, Operators),
+        )
+        return func(*args, **kwargs)
+
+    # -- sizes and shapes
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes, as NumPy calls it."""
+        return self.rank
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(map(int, self.shape))
+
+    def astype(self, dtype: Any) -> Any:
+        """The tensor in another element type."""
+        return self._result(self._as_array().astype(DType.of(dtype).np))
+
+    def reshape(self, shape: Iterable[Any], *more: Any, **options: Any) -> Any:
+        """The tensor in another shape with as many elements; one size may be -1.
+
+        Raises:
+            ValueError: the number of elements differs.
+        """
+        given = isinstance(shape, Iterable) and not isinstance(shape, str)
+        sizes = shape if given else (shape, *more)
+        return self._result(shaping.reshape(self._as_array(), sizes, **options))
+
+    def transpose(self, first: int, second: int) -> Any:
+        """The tensor with two axes swapped.
+
+        Raises:
+            IndexError: there is no such axis.
+        """
+        return self._result(shaping.transpose(self._as_array(), first, second))
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        """The tensor with the axes from ``start_dim`` to ``end_dim`` merged.
+
+        Raises:
+            IndexError: there is no such axis.
+            ValueError: the first comes after the last.
+        """
+        return self._result(shaping.flatten(self._as_array(), start_dim, end_dim))
+
+    @property
+    def at(self) -> Any:
+        """``x.at[index].set(y)`` and similar, as on a jax.Array; the result is a plain array."""
+        return self._as_array().at
+
+    def item(self) -> Any:
+        """The only element as a Python number."""
+        return self._as_array().item()
+
     # What jax.Array has and MAX's values do not, for plain JAX code. Functions return plain arrays; everything else
     # of an array (``addressable_shards``, ``view``) is that of ``value``.
 
@@ -201,3 +294,7 @@ class Operators(Value):
     def imag(self) -> Any:
         """``jax.Array.imag``."""
         return self._as_array().imag
+
+
+def _stand_in(x: Operators) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), x.dtype.np), x._as_array().shape)

@@ -94,7 +94,7 @@ class Binding:
         if (lazy := _lazy_name(entry)) is not None:
             raise ValueError(f"weight '{lazy}' has no value: '{self._graph}' is compiled, but its weights are not "
                              "loaded (call load_state_dict() or maxjax.init())")  # fmt: skip
-        array, name = entry.weight.stored.array(), entry.names[0]
+        array, name = entry.weight.array(), entry.names[0]
         if not isinstance(array, jax.Array):
             array = jnp.asarray(array)
         if not _fits(array.shape, kind.shape) or array.dtype != kind.dtype:
@@ -148,15 +148,15 @@ def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 def _placement(entry: GraphWeight, fixed: Any) -> Any:
     """The sharding that a weight has or will have; None lets JAX choose."""
-    stored = entry.weight.stored
-    value = stack_of(stored.leaf) if fixed is None else fixed
-    return value.sharding if getattr(value, "committed", False) else stored.leaf_sharding
+    weight = entry.weight
+    value = stack_of(weight.leaf) if fixed is None else fixed
+    return value.sharding if getattr(value, "committed", False) else weight.spec.leaf_sharding
 
 
 def _lazy_name(entry: GraphWeight) -> str | None:
     """The name of the first weight without a value; None if all have one."""
-    weights = zip(entry.names, entry.weight.stored.weights, strict=True)
-    return next((name for name, weight in weights if weight.stored.is_missing), None)
+    weights = zip(entry.names, entry.weight.weights, strict=True)
+    return next((name for name, weight in weights if weight.is_missing), None)
 
 
 def _from_registry(graph: Graph, registry: Mapping[str, Any] | None) -> list[Any]:
@@ -171,11 +171,11 @@ def _from_registry(graph: Graph, registry: Mapping[str, Any] | None) -> list[Any
         return next((key for key in (name, *alone) if registry.get(key) is not None), name)
 
     def value_of(entry: GraphWeight) -> Any:
-        keys, stored = [key_of(*known) for known in entry.keys], entry.weight.stored
+        keys, holder = [key_of(*known) for known in entry.keys], entry.weight
         if all(registry.get(key) is None for key in keys):
             return None
         kept = []
-        for name, key, weight in zip(entry.names, keys, stored.weights, strict=True):
+        for name, key, weight in zip(entry.names, keys, holder.weights, strict=True):
             if counts[key] > 1:
                 raise ValueError(
                     f"Graph '{graph.name}' has several weights named '{key}', so the weights registry "
@@ -184,13 +184,13 @@ def _from_registry(graph: Graph, registry: Mapping[str, Any] | None) -> list[Any
             value = registry.get(key)
             if value is None:
                 value = weight
-                if weight.stored.is_missing:
+                if weight.is_missing:
                     raise ValueError(_missing(name, registry))
-            kept.append(stored.arranged(_checked(name, entry, weight, value)))
+            kept.append(holder.spec.arranged(_checked(name, entry, weight, value)))
         array = kept[0]
-        if stored.lead:
-            array = jnp.stack(kept).reshape(*stored.lead, *array.shape)
-        return jax.device_put(array, stored.leaf_sharding)
+        if holder.spec.lead:
+            array = jnp.stack(kept).reshape(*holder.spec.lead, *array.shape)
+        return jax.device_put(array, holder.spec.leaf_sharding)
 
     return [value_of(entry) for entry in graph.entries]
 
@@ -198,14 +198,14 @@ def _from_registry(graph: Graph, registry: Mapping[str, Any] | None) -> list[Any
 def _checked(name: str, entry: GraphWeight, weight: Weight, value: Any) -> Any:
     array = unwrap(value) if isinstance(value, Weight) else _from_any(value)
     array = array if isinstance(array, jax.Array) else fitting(np.array(array))
-    wanted, stored = entry.dtype, entry.weight.stored
-    shape = entry.shape[len(stored.spans) :]
-    if stored.layout is not None:
-        shape = tuple(int(d) for d in stored.dims)
-    form = weight.stored.form
+    wanted, holder = entry.dtype, entry.weight
+    shape = entry.shape[len(holder.spec.spans) :]
+    if holder.spec.layout is not None:
+        shape = tuple(int(d) for d in holder.spec.dims)
+    form = weight.spec.form
     if form is not None and form.fits(DType.of(array.dtype), array.shape):
         array = jnp.asarray(form.to_stored(name, np.asarray(array)))  # as a file has it
-    elif form is None and array.shape == weight.stored.loaded_shape:
+    elif form is None and array.shape == weight.loaded_shape:
         array = array.reshape(shape)  # as the state dict has it: (1,) for ()
     if not _fits(array.shape, shape) or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:
         raise ValueError(f"Weight '{name}' in the weights registry is {array.dtype} {tuple(array.shape)}, "

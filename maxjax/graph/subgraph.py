@@ -75,13 +75,13 @@ class Subgraph:
 
     def _trace(self) -> list[TensorType]:
         """Traces the layer for its output types; calls reuse the trace from JAX's cache."""
-        dims = [dim for w in self._templates for dim in w.stored.dims]
+        dims = [dim for w in self._templates for dim in w.spec.dims]
         dims += [dim for kind in self.input_types for dim in kind.shape]
         names = {str(name) for name in Shape(dims).parameters}
         fresh = sizes_of(name for name in names if not is_known(name))
         # With names that the Graph being built does not have, each call is traced and checked again.
         with naming(fresh, Scope() if fresh or not is_checked() else None):
-            shapes = [w.stored.leaf_dims or to_sizes(w.stored.dims) for w in self._templates]
+            shapes = [w.spec.leaf_shape or to_sizes(w.spec.dims) for w in self._templates]
             dtypes = [jax.dtypes.canonicalize_dtype(w.dtype.np) for w in self._templates]
             weights = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
             kinds = [kind.to_jax() for kind in self.input_types]
@@ -99,21 +99,19 @@ class Subgraph:
         flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
         check_arguments(self.name, flat, self.input_types)
         chosen = self._weights(prefix)
-        homes = [w.stored.home for w in chosen]
+        homes = [w.home for w in chosen]
         homes = [home if home and RUNNING.is_below(home[0]) else None for home in homes]
         places = {home[1] for home in homes if home is not None}
         if len(places) == 1 and RUNNING.graphs:
             # A layer of a LayerStack in a Graph, which turns such calls into a loop (reroll.py).
             stacked = tuple(home is not None for home in homes)
             stacks = [home[0].array() for home in homes if home is not None]
-            others = [
-                w.stored.array() for w, home in zip(chosen, homes, strict=True) if home is None
-            ]
+            others = [w.array() for w, home in zip(chosen, homes, strict=True) if home is None]
             place = np.int32(places.pop())
             key = (self._target, self._in_tree, KIND.values, stacked)
             outputs = _call_at(*key, stacks, place, others, flat)
         else:
-            outputs = self._run([weight.stored.array() for weight in chosen], flat)
+            outputs = self._run([weight.array() for weight in chosen], flat)
         return [TensorValue(y) for y in outputs]
 
     def _weights(self, prefix: str) -> list[Weight]:

@@ -1,4 +1,4 @@
-"""TensorValue: a view of an array with MAX's methods. Weight is a subclass.
+"""TensorValue: a view of an array with MAX's methods. A Weight counts as one.
 
 All methods are plain jnp on the underlying array. An operation with a TensorValue returns a TensorValue.
 One with only plain arrays and Weights returns a plain array, except for MAX's own methods (``cast``,
@@ -7,10 +7,8 @@ One with only plain arrays and Weights returns a plain array, except for MAX's o
 
 from __future__ import annotations
 
-import functools
-import math
 import operator
-import sys
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .. import kernels
 from ..dtype import DType
 from . import shaping
 from .device import DeviceRef
 from .operands import (
     alike,
     check_indices,
+    check_product,
+    common,
     dividends,
     divides_integers,
     from_numpy,
@@ -40,8 +41,8 @@ from .rebinding import has_declared_sizes, has_traced_bounds, rebound, sliced, s
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size
 from .tensor_type import TensorType
-
-_METADATA = {np.ndim, np.shape, np.size, np.result_type, np.iscomplexobj, np.isrealobj}
+from .weight.transpose import Transposed
+from .weight.weight import Weight
 
 
 def unwrap(x: Any) -> Any:
@@ -64,7 +65,7 @@ def unify(a: Any, b: Any) -> tuple[Any, Any]:
     return promoted(*(x.item() if isinstance(x, np.generic) else unwrap(x) for x in (a, b)))
 
 
-class TensorValue(Operators):
+class TensorValue(Operators, metaclass=ABCMeta):
     """A view of an array, concrete or traced, with the methods of MAX's values.
 
     Args:
@@ -83,10 +84,6 @@ class TensorValue(Operators):
         ([Dim(3), Dim(2)], [Dim(1), Dim(3)], bfloat16)
     """
 
-    # Makes NumPy arrays on the left of an operator defer to this class.
-    __array_priority__ = 1000
-    # A TensorValue with __getitem__ would be iterated by index; MAX's is not iterable.
-    __iter__ = None
     # == compares elements, so there is no hash, as in MAX.
     __hash__ = None  # type: ignore[assignment]
     _wraps = True
@@ -103,36 +100,10 @@ class TensorValue(Operators):
                             "use ops.constant for numbers and lists")  # fmt: skip
         self._array = array
 
-    @property
-    def __jax_array__(self) -> Any:
-        """The conversion to a JAX array; None for the operators of arrays.
-
-        ``array + x`` then defers to ``x`` and returns a TensorValue, as ``x + array`` does.
-        """
-        if self._wraps and id(sys._getframe(1).f_code) in _array_operators():
-            return None
-        return self._as_array
-
     def _as_array(self) -> jax.Array:
         return self._array
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = np.asarray(self._as_array())
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """NumPy functions, which get the value as a NumPy array.
-
-        jnp functions ask NumPy for shapes and dtypes, also of traced values, which have no such array;
-        for these an array without memory is used.
-        """
-        convert = _stand_in if func in _METADATA else np.asarray
-        args, kwargs = jax.tree.map(
-            lambda v: convert(v) if isinstance(v, TensorValue) else v,
-            (args, kwargs),
-            is_leaf=lambda v: isinstance(v, TensorValue),
-        )
-        return func(*args, **kwargs)
+    __jax_array__ = _as_array
 
     # -- properties
 
@@ -174,24 +145,14 @@ class TensorValue(Operators):
         return self._as_array().ndim
 
     @property
-    def ndim(self) -> int:
-        """The number of axes, as NumPy calls it."""
-        return self.rank
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(map(int, self.shape))
-
-    @property
     def T(self) -> Any:
         """The last two axes swapped."""
         return self.transpose(-1, -2)
 
-    @property
-    def at(self) -> Any:
-        """``x.at[index].set(y)`` and similar, as on a jax.Array; the result is a plain array."""
-        return self._as_array().at
+    @staticmethod
+    def transposed(weight: Weight) -> TensorValue:
+        """The transpose of a Weight with two axes, which ``x @ w.T`` does not compute."""
+        return TransposedValue(weight)
 
     # -- MAX's methods
 
@@ -199,16 +160,6 @@ class TensorValue(Operators):
         """The tensor in another element type; floats become integers by truncation."""
         dtype = jax.dtypes.canonicalize_dtype(DType.of(dtype).np)
         return TensorValue(self._as_array().astype(dtype))
-
-    def reshape(self, shape: Iterable[Any], *more: Any, **options: Any) -> Any:
-        """The tensor in another shape with as many elements; one size may be -1.
-
-        Raises:
-            ValueError: the number of elements differs.
-        """
-        given = isinstance(shape, Iterable) and not isinstance(shape, str)
-        sizes = shape if given else (shape, *more)
-        return self._result(shaping.reshape(self._as_array(), sizes, **options))
 
     def permute(self, dims: Sequence[int]) -> TensorValue:
         """The tensor with its axes in another order.
@@ -218,14 +169,6 @@ class TensorValue(Operators):
             ValueError: an axis is missing or occurs twice.
         """
         return TensorValue(shaping.permute(self._as_array(), dims))
-
-    def transpose(self, first: int, second: int) -> Any:
-        """The tensor with two axes swapped.
-
-        Raises:
-            IndexError: there is no such axis.
-        """
-        return self._result(shaping.transpose(self._as_array(), first, second))
 
     def broadcast_to(self, shape: Iterable[Any]) -> TensorValue:
         """The tensor broadcast to a shape: repeated along axes of length 1 and new leading axes."""
@@ -243,15 +186,6 @@ class TensorValue(Operators):
             ValueError: the axis is longer.
         """
         return TensorValue(shaping.squeeze(self._as_array(), axis))
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """The tensor with the axes from ``start_dim`` to ``end_dim`` merged.
-
-        Raises:
-            IndexError: there is no such axis.
-            ValueError: the first comes after the last.
-        """
-        return self._result(shaping.flatten(self._as_array(), start_dim, end_dim))
 
     def rebind(self, shape: Iterable[Any], message: str = "") -> TensorValue:
         """The tensor with the given sizes declared; see ``ops.rebind``.
@@ -283,10 +217,6 @@ class TensorValue(Operators):
         """The value as a NumPy array."""
         return np.asarray(self)
 
-    def item(self) -> Any:
-        """The only element as a Python number."""
-        return self._as_array().item()
-
     def max(self, axis: int = -1) -> TensorValue:
         """The largest along an axis, which is kept with length 1."""
         return self._reduced(jnp.max, axis)
@@ -316,12 +246,6 @@ class TensorValue(Operators):
         axis = shaping.axis_of(axis, array.ndim, function.__name__)
         return TensorValue(function(array, axis, keepdims=True))
 
-    # -- jax.Array's
-
-    def astype(self, dtype: Any) -> Any:
-        """The tensor in another element type."""
-        return self._result(self._as_array().astype(DType.of(dtype).np))
-
     def _result(self, array: Any, *others: Any) -> Any:
         return TensorValue(array) if wraps(self, *others) else array
 
@@ -339,12 +263,6 @@ class TensorValue(Operators):
 
     def __bool__(self) -> bool:
         return bool(self._as_array())
-
-    def __int__(self) -> int:
-        return int(self._as_array())
-
-    def __float__(self) -> float:
-        return float(self._as_array())
 
     def __repr__(self) -> str:
         array = self._as_array()
@@ -371,7 +289,7 @@ class TensorValue(Operators):
                 return TensorValue(function(*unify(x, y)))
         except TypeError as error:
             raise ValueError(
-                f"{function.__name__} of {_operand_text(x)} and {_operand_text(y)}: {error}"
+                f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}"
             ) from error
         return function(unwrap(a), unwrap(b))  # Weights and arrays follow JAX's own rules
 
@@ -386,7 +304,7 @@ class TensorValue(Operators):
         a, b = map(unwrap, alike(a, b))
         if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
             raise ValueError(
-                f"matmul of {_operand_text(a)} and {_operand_text(b)}: use * to multiply by a number"
+                f"matmul of {_shown(a)} and {_shown(b)}: use * to multiply by a number"
             )
         return TensorValue(product(a, b))
 
@@ -395,7 +313,7 @@ class TensorValue(Operators):
         try:
             return self._result(function(array))
         except TypeError as error:
-            raise ValueError(f"{function.__name__} of {_operand_text(array)}: {error}") from error
+            raise ValueError(f"{function.__name__} of {_shown(array)}: {error}") from error
 
 
 def _promotes_alike(x: Any, y: Any) -> bool:
@@ -412,7 +330,7 @@ def _is_exact(x: Any) -> bool:
     return type(x) is float or (type(x) is int and -256 <= x <= 256)
 
 
-def _operand_text(x: Any) -> str:
+def _shown(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
@@ -430,23 +348,10 @@ def _index(part: Any) -> Any:
     return part.item() if isinstance(part, np.integer) else unwrap(part)
 
 
-@functools.cache
-def _array_operators() -> frozenset[int]:
-    """ids of the code objects of jax.Array's operators, which Tracers share."""
-    with jax.ensure_compile_time_eval():
-        kind = type(jnp.zeros(()))
-    found = (getattr(getattr(kind, name, None), "__code__", None) for name in vars(Operators))
-    return frozenset(id(code) for code in found if code is not None)
-
-
-def _stand_in(x: TensorValue) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), x.dtype.np), x._as_array().shape)
-
-
 jax.tree_util.register_pytree_with_keys(
     TensorValue,
     lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
-    lambda _, leaves: wrap(next(iter(leaves))),
+    lambda _, leaves: wrap(next(iter(leaves))),  # type: ignore[arg-type]
     lambda t: ((t._array,), None),
 )
 
@@ -461,3 +366,54 @@ def wrap(leaf: Any) -> TensorValue:
 # The types that ops accept.
 TensorValueLike = TensorValue | jax.Array | np.ndarray | np.generic | Dim | int | float
 """Type of an argument that an op uses as a TensorValue: a TensorValue, an array, a number or a Dim."""
+
+
+# In MAX a Weight is a TensorValue. Here it is one only for isinstance: the core does not import this file.
+TensorValue.register(Weight)
+
+
+class TransposedValue(Transposed, TensorValue):
+    """The result of ``w.T`` where Weights give TensorValues: the matrix with swapped axes.
+
+    The array is computed on demand; ``x @ w.T`` does not need it.
+    """
+
+    def __init__(self, weight: Weight):
+        self._weight = weight
+
+    @property
+    def _array(self) -> Any:
+        return self._weight._as_array().T
+
+    @property
+    def rank(self) -> int:
+        """The number of axes, 2."""
+        return 2
+
+    def __rmatmul__(self, x: Any) -> Any:
+        # Python calls the right operand first if its class derives from the left one's.
+        return self._matmul(x, self)
+
+    def _product(self, x: Any) -> Any:
+        """``x @ w.T``, called by :class:`TensorValue`."""
+        array, weight = unwrap(x), self._weight
+        if not isinstance(array, jax.Array):
+            array = jnp.asarray(array)
+        spec = weight.spec
+        if spec.packing is not None:
+            check_product(array.shape, list(weight.logical_shape)[::-1])
+        else:
+            # This matters in eager code: check the usual case first.
+            if not array.ndim or array.shape[-1] != spec.dims[-1]:
+                check_product(array.shape, self.shape)
+            if array.dtype != spec.dtype.np:
+                common(array.dtype, self.dtype)  # raises for an integer and a float
+        return wrap(kernels.matmul(array, weight))
+
+
+jax.tree_util.register_pytree_with_keys(
+    TransposedValue,
+    lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
+    lambda _, leaves: wrap(next(iter(leaves))),  # type: ignore[arg-type]
+    lambda t: ((t._array,), None),
+)

@@ -264,7 +264,7 @@ def _check_base(model: Module, copies: Mapping[str, WeightData], path: str) -> N
     weights = model.raw_state_dict()
     for name, copy in copies.items():
         weight = weights[name]
-        if weight.stored.is_lazy:
+        if weight.is_lazy:
             continue
         if copy.dtype.is_float() and weight.dtype.is_float():
             copy = copy.astype(weight.dtype)

@@ -123,12 +123,12 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
             f"merge of a layer with clip_weight is not supported, as it would clip the update too: '{target.names[0]}'"
         )
     holders = [
-        w.stored if w.stored.home is None else w.stored.home[0]
+        w if w.home is None else w.home[0]
         for w in (base, layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
         if w is not None
     ]
-    stored, parts = holders[0], [holder.array() for holder in holders[1:]]
-    packing, leaf = stored.packing, stored.array()
+    base_holder, parts = holders[0], [holder.array() for holder in holders[1:]]
+    packing, leaf = base_holder.spec.packing, base_holder.array()
     if packing is not None:
         if not requantize:
             raise UserInputError(
@@ -141,12 +141,12 @@ def _add(target: TargetLayer, scale: float, requantize: bool) -> None:
                 f"weights of type {packing.value} are not quantised again here: '{target.names[0]}'"
             )
     floats = leaf if packing is None else QuantArray(leaf, packing.value).__jax_array__()
-    depth = len(stored.spans)
-    found = _sum(scale, layer.out_axis, stored.layout, depth, floats, *parts)
+    depth = len(base_holder.spec.spans)
+    found = _sum(scale, layer.out_axis, base_holder.spec.layout, depth, floats, *parts)
     if packing is None:
-        stored.put(jax.device_put(found, leaf.sharding))
+        base_holder.put(jax.device_put(found, leaf.sharding))
     else:
-        stored.put(encode_array(target.names, found, packing.value, None).blocks)
+        base_holder.put(encode_array(target.names, found, packing.value, None).blocks)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

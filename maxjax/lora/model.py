@@ -173,7 +173,7 @@ def _attach(model: Module, target: TargetLayer, adapter: Adapter, dtype: DType) 
             spec = spec_of([() if axis is None else over[axis] for axis in axes])
             where = NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
         if where is not None:
-            weight.stored.settle(where, "as the base weight", None, None)
+            weight.settle(where, "as the base weight", None, None)
         add_weight(model, layer, attr, weight, base)
 
 
@@ -240,6 +240,6 @@ def copy_of(model: M) -> M:
     Raises:
         UserInputError: some weights are still to be read from a checkpoint.
     """
-    if any(weight.stored.source is not None for weight in model.raw_state_dict().values()):
+    if any(weight.source is not None for weight in model.raw_state_dict().values()):
         check_loaded(model)
     return jax.tree.map(lambda leaf: leaf, model)

@@ -45,7 +45,7 @@ class TargetLayer(NamedTuple):
     @property
     def base_names(self) -> list[str]:
         """The full name of each layer's base weight."""
-        local = self.base.stored.local_name.removeprefix(self.front)
+        local = self.base.spec.local_name.removeprefix(self.front)
         return [f"{name}.{local}".removeprefix(".") for name in self.names]
 
 
@@ -69,10 +69,10 @@ def targets(model: Module, walk: Walk | None = None) -> list[TargetLayer]:
         base = next((w for n, w in _weights(module) if not n.startswith("lora_")), None)
         if not isinstance(module, LowRank) or base is None:
             continue
-        local = base.stored.local_name
+        local = base.spec.local_name
         # A linear layer with a ``name`` has that name as a prefix of its weights' names.
         front = local.removesuffix("weight") if local.endswith(".weight") else ""
-        names = walk.holder(base).stored.names((prefix + front).removesuffix("."))
+        names = walk.holder(base).spec.names((prefix + front).removesuffix("."))
         kind = "router" if path.startswith(tuple(mixtures)) else ""
         kind = "expert" if path.startswith(tuple(experts)) else kind
         found.append(TargetLayer(tuple(names), module, base, front, kind))

@@ -326,7 +326,7 @@ class PretrainedModel(Module):
         stacks: dict[int, tuple[Any, set[Any]]] = {}
         kinds = {}
         for name, weight in self.raw_state_dict().items():
-            data, home = found.get(name), weight.stored.home
+            data, home = found.get(name), weight.home
             kind = None
             if data is not None and data.is_packed and id(weight) in packs:
                 kind = data.dtype, tuple(map(int, data.shape)), data.quantization_encoding
@@ -341,7 +341,7 @@ class PretrainedModel(Module):
                 stack.redeclare(*kind)
         for weight in self.raw_state_dict().values():
             kind = kinds[id(weight)]
-            if kind is not None and weight.stored.home is None:
+            if kind is not None and weight.home is None:
                 dtype, shape, encoding = kind
                 weight.value = jax.ShapeDtypeStruct(shape, dtype.np)
                 if encoding is not None:

@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
-from ..errors import shown
 from ..graph.device import DeviceRef
 from ..nn.activation import ACTIVATIONS, activation
 from ..nn.embedding import Embedding
@@ -129,7 +128,7 @@ class ModernBertDecoderConfig(LanguageModelConfig):
         window = raw.get("sliding_window")
         if window is None and SLIDING in kinds:
             if type(width) is not int or width < 2:
-                raise ValueError(f"'local_attention' must be at least 2, not {shown(width)}")
+                raise ValueError(f"'local_attention' must be at least 2, not {str(width)[:60]}")
             window = width // 2
         ropes = ropes_of_layers(raw, cls.read_field(raw, "max_position_embeddings"))
         values |= {"rope_parameters": ropes[FULL], "local_rope_parameters": ropes[SLIDING]}
@@ -159,7 +158,7 @@ class ModernBertDecoderConfig(LanguageModelConfig):
         if self.classifier_activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(
-                f"'classifier_activation' must be one of {known}, not {shown(self.classifier_activation)}"
+                f"'classifier_activation' must be one of {known}, not {self.classifier_activation[:80]!r}"
             )
         super()._check()
 

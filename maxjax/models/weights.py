@@ -87,8 +87,8 @@ def set_activations(model: Any, kind: str) -> None:
         kind: "int8" to round activations to 8 bits in groups of 32 numbers, "float" to keep them.
     """
     for holder in model._mx_definition()[1]:
-        if holder.stored.packing is not None:
-            holder.stored.activations = kind
+        if holder.spec.packing is not None:
+            holder.declare("activations", activations=kind)
 
 
 def named_dtype(option: str, dtype: Any) -> DType:
@@ -101,18 +101,6 @@ def named_dtype(option: str, dtype: Any) -> DType:
         return DType.of(dtype)
     except (TypeError, ValueError, KeyError) as error:
         raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
-
-
-def named_float(option: str, dtype: Any) -> DType:
-    """The float DType of what a user passed as ``option``.
-
-    Raises:
-        UserInputError: it is not a float dtype.
-    """
-    found = named_dtype(option, dtype)
-    if not found.is_float():
-        raise UserInputError(f"{option} must be a float type, not {found.name}")
-    return found
 
 
 def check_loaded(model: Any) -> None:

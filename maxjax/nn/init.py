@@ -86,17 +86,17 @@ def init(
     groups: list[_Draw] = []
     stacks: dict[int, _Draw] = {}
     for name, (weight, layer) in _owners(model):
-        if not weight.stored.is_lazy:
+        if not weight.is_lazy:
             continue
-        if weight.stored.leaf is None:
+        if weight.leaf is None:
             raise ValueError(
                 f"weight '{name}' has symbolic dimensions {weight.shape!r}: load a value"
             )
         fill = _Fill(_choose(name, weight, layer, initializer))
-        home = weight.stored.home
+        home = weight.home
         group = None if home is None else stacks.get(id(home[0]))
         if group is None or group.fill != fill:
-            group = _Draw(fill, weight.stored.leaf, [], [])
+            group = _Draw(fill, weight.leaf, [], [])
             groups.append(group)
             if home is not None:
                 stacks[id(home[0])] = group
@@ -174,13 +174,13 @@ class _Program(NamedTuple):
     lead: tuple[int, ...] | None
     sharding: Any
 
-    def jitted(self) -> _JittedRun:
+    def jitted(self) -> _Run:
         """Return a function of a key and of the codes ``[n]``, or of the code of one weight."""
         choices: list[Any] = [None]
         if jax.default_backend() == "cpu" and math.prod((*(self.lead or ()), *self.shape)) <= _FEW:
             choices = [_QUICK, _UNOPTIMISED, None]
         jit = partial(jax.jit, self._draw, out_shardings=self.sharding)
-        return _JittedRun([jit(compiler_options=options) for options in choices])
+        return _Run([jit(compiler_options=options) for options in choices])
 
     def _draw(self, key: jax.Array, codes: jax.Array) -> jax.Array:
         def draw(code: jax.Array) -> jax.Array:
@@ -196,7 +196,7 @@ class _Program(NamedTuple):
         return drawn.reshape(*self.lead, *drawn.shape[1:])
 
 
-class _JittedRun:
+class _Run:
     """A jitted function.
 
     Args:
@@ -240,49 +240,50 @@ class _Draw(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether it draws all weights of a stack."""
-        home = self.weights[0].stored.home
-        places = [weight.stored.home[1] for weight in self.weights if home is not None]
-        return home is not None and places == list(range(home[0].count))
+        home = self.weights[0].home
+        places = [weight.home[1] for weight in self.weights if weight.home is not None]
+        return home is not None and places == list(range(home[0].spec.count))
 
     @property
     def sharding(self) -> Any:
-        stored = self.weights[0].stored
-        where = stored.leaf_sharding if stored.home is None else stored.home[0].leaf_sharding
-        if stored.home is None or self.is_whole or not isinstance(where, NamedSharding):
+        first = self.weights[0]
+        holder = first if first.home is None else first.home[0]
+        where = holder.spec.leaf_sharding
+        if first.home is None or self.is_whole or not isinstance(where, NamedSharding):
             return where
-        spec = PartitionSpec(None, *where.spec[len(stored.home[0].spans) :])
+        spec = PartitionSpec(None, *where.spec[len(holder.spec.spans) :])
         return NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
 
     @property
     def codes(self) -> np.ndarray:
         """The codes of the names, with which the keys are derived."""
         codes = np.array([zlib.crc32(name.encode()) for name in self.names], np.uint32)
-        return codes[0] if self.weights[0].stored.home is None else codes
+        return codes[0] if self.weights[0].home is None else codes
 
     @property
     def program(self) -> _Program:
         """Draws ``[n, ...]`` for a stack: exactly the values that each weight would have on its own."""
         weight = self.weights[0]
-        layout, home = weight.stored.layout, weight.stored.home
+        layout, home = weight.spec.layout, weight.home
         shape = self.leaf.shape if layout is None else tuple(map(int, weight.shape))
         lead = None
         if home is not None:
-            lead = tuple(home[0].lead) if self.is_whole else (len(self.names),)
+            lead = home[0].spec.lead if self.is_whole else (len(self.names),)
         return _Program(self.fill, shape, self.leaf.dtype, layout, lead, self.sharding)
 
     def store(self, values: jax.Array) -> None:
-        home = self.weights[0].stored.home
+        home = self.weights[0].home
         if home is None:
-            self.weights[0].stored.put(values)
+            self.weights[0].put(values)
         else:
-            places = [weight.stored.home[1] for weight in self.weights]
+            places = [weight.home[1] for weight in self.weights if weight.home is not None]
             if self.is_whole:
                 home[0].put(values)
             else:  # the draw covers only part of a stack: a weight is tied, or some have values
                 home[0].put_many(dict(zip(places, values, strict=True)))
         for name, weight in zip(self.names, self.weights, strict=True):
-            weight.stored.source = None
-            weight.stored.finalise(name)
+            weight.source = None
+            weight.finalise(name)
 
 
 def _owners(model: Module) -> list[tuple[str, tuple[Weight, Module | None]]]:
@@ -298,7 +299,7 @@ def _owners(model: Module) -> list[tuple[str, tuple[Weight, Module | None]]]:
 def _choose(name: str, weight: Weight, layer: Module | None, initializer: Any) -> Initializer:
     chosen = initializer(name) if initializer is not None else None
     if chosen is None and layer is not None:
-        chosen = layer.initializer(weight.stored.local_name)
+        chosen = layer.initializer(weight.spec.local_name)
     if chosen is not None:
         return chosen
     if not weight.dtype.is_float():
@@ -452,7 +453,7 @@ def _names(model: Module) -> dict[str, list[str]]:
     """For the name of each pytree leaf, the names it has in a state dict."""
     definition, holders = model._mx_definition()
     return {
-        name: holder.stored.names(name)
+        name: holder.spec.names(name)
         for name, holder in zip(definition.names, holders, strict=True)
     }
 

@@ -120,7 +120,7 @@ class Linear(LowRank):
         weight: Any = self.weight
         refuse_integers(x, weight)
         if self.clip_weight is not None:
-            array = jnp.asarray(self.weight.stored.operand())
+            array = jnp.asarray(self.weight.operand())
             weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
         y = add_bias(self.updated(self._product(x, weight), x), self.bias)
         return TensorValue(y) if wraps(x) else y

@@ -107,7 +107,7 @@ def forget_trained(model: Module) -> None:
 
 
 def _full_names(walk: Walk, module: Module, prefix: str, local: str) -> list[str]:
-    return walk.holder(module._mx_weights[local]).stored.names(prefix + local)
+    return walk.holder(module._mx_weights[local]).spec.names(prefix + local)
 
 
 class LowRank(Module):
@@ -184,7 +184,7 @@ class LowRank(Module):
         Gradients treat them as constants, as in the paper (section 4.3).
         """
         weight = self.weight
-        base = jnp.asarray(weight.stored.operand() if isinstance(weight, Weight) else weight)
+        base = jnp.asarray(weight.operand() if isinstance(weight, Weight) else weight)
         # stop_gradient of the operands: of the result alone, JAX would store residuals of the sum for no use.
         rows = jax.lax.stop_gradient(base)
         if self.lora is not None:

@@ -19,8 +19,7 @@ from ..graph.placement.device_major import DeviceMajor
 from ..graph.placement.split import Segment, Split
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.value import TensorValue, unwrap, wraps
-from ..graph.weight.methods import with_values
-from ..graph.weight.weight import Weight
+from ..graph.weight.weight import Weight, with_values
 from ..kernels import explicit, matmul
 from .layer import hooks
 from .layer.observe.frames import is_wanted
@@ -176,27 +175,27 @@ class StackedLinear(LowRank):
 
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, in the order of the names."""
-        by_layer = not self.stacked or self.weight.stored.layout is not None
+        by_layer = not self.stacked or self.weight.spec.layout is not None
         y = explicit.concatenate(self.apart(x), -1) if by_layer else self._matmul(x)
         return TensorValue(y) if wraps(x) else y
 
     def apart(self, x: Any) -> list[jax.Array]:
         """The result of each linear layer separately: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
         if self.stacked:
-            layout = self.weight.stored.layout
+            layout = self.weight.spec.layout
             return self.split(self._matmul(x)) if layout is None else self._by_device(x, layout)
         return linears([getattr(self, name) for name in self.names], x)
 
     def _by_device(self, x: Any, layout: DeviceMajor) -> list[jax.Array]:
         """The results for a weight in device-major order: no data moves between devices."""
-        stored = self.weight.stored.used()  # [n, r, in_dim]
+        stored = self.weight.used()  # [n, r, in_dim]
         n, r, _ = stored.shape
         if self.clip_weight is not None:
             stored = jnp.clip(stored, -self.clip_weight, self.clip_weight)
         y = matmul(x, stored.reshape(n * r, -1))
         if self.lora_A is None:
             if self.bias is not None:
-                y = add_bias(y, self.bias.stored.used().reshape(-1))
+                y = add_bias(y, self.bias.used().reshape(-1))
             return layout.parts(y)
         y = self.updated(explicit.concatenate(layout.parts(y), -1), x)
         return self.split(add_bias(y, self.bias))
@@ -239,5 +238,5 @@ def stacked_rules(path: str, layer: Any, segments: Sequence[Segment]) -> dict[st
     Each device has its shard of every part, so that no result moves between devices. Weights that are
     quantised in blocks are split as one weight, and their results are gathered.
     """
-    packed = isinstance(layer, StackedLinear) and layer.weight.stored.packing is not None
+    packed = isinstance(layer, StackedLinear) and layer.weight.spec.packing is not None
     return linear_rules(path, Split(0, tuple(segments), by_device=not packed))

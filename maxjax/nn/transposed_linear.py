@@ -47,7 +47,7 @@ class TransposedLinear(LowRank):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., in_dim]`` → ``[..., out_dim]``, summed in float32 and rounded to the dtype of ``x``."""
-        if (layout := self.weight.stored.layout) is not None:
+        if (layout := self.weight.spec.layout) is not None:
             return explicit.concatenate(self.apart(x, layout.segments), -1)
         return add_bias(self.updated(self._product(x), x), self.bias)
 
@@ -56,18 +56,18 @@ class TransposedLinear(LowRank):
 
         If the weight's columns are in device-major order, no data moves between devices.
         """
-        layout, ends = self.weight.stored.layout, list(accumulate(sizes))[:-1]
-        if layout is None or self.bias.stored.layout is None:
+        layout, ends = self.weight.spec.layout, list(accumulate(sizes))[:-1]
+        if layout is None or self.bias.spec.layout is None:
             # If the caller's rules split the weight as one, the shards do not end where its parts end.
             # The result is small, so it is gathered on every device.
             y = replicate_last_axis(self(x), self.weight, 1)
             if (mesh := explicit.mesh_of(y)) is not None:
                 y = jax.sharding.reshard(y, explicit.sharding(mesh, explicit.entries(y)[:-1]))
             return jnp.split(y, ends, axis=-1)
-        stored = self.weight.stored.used()  # [in_dim, n, r]
+        stored = self.weight.used()  # [in_dim, n, r]
         y = _matmul(x, stored.reshape(stored.shape[0], -1))
         if self.lora_A is None:
-            return layout.parts(add_bias(y, self.bias.stored.used().reshape(-1)))
+            return layout.parts(add_bias(y, self.bias.used().reshape(-1)))
         y = self.updated(explicit.concatenate(layout.parts(y), -1), x)
         return jnp.split(add_bias(y, self.bias), ends, axis=-1)
 

@@ -227,7 +227,7 @@ def state(kind: str) -> dict[str, np.ndarray]:
     found = {}
     for number, (name, weight) in enumerate(Net(kind, False).raw_state_dict().items()):
         shape = tuple(int(size) for size in weight.shape)
-        found[name] = values(weight.stored.dtype, shape, number)
+        found[name] = values(weight.spec.dtype, shape, number)
         if found[name].dtype == "bfloat16" and not ALL:
             # XLA takes bfloat16 through float32 in the programs that tests compile quickly, not in
             # those of users: NaN loses its payload.

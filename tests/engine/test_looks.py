@@ -187,7 +187,7 @@ def test_trees_of_other_shapes_and_types_are_looked_at_as_they_are():
 
 def _leaves(model):
     definition, holders = model._mx_definition()
-    return [(n, h.stored.leaf) for n, h in zip(definition.names, holders, strict=True)]
+    return [(n, h.leaf) for n, h in zip(definition.names, holders, strict=True)]
 
 
 def test_what_cannot_be_looked_at_says_so():

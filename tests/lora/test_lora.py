@@ -67,8 +67,8 @@ def test_new_weights_change_nothing_and_stay_a_stack(model):
     a = np.asarray(tuned.model.layers[2].self_attn.q_proj.lora_A.value)
     assert 0.09 < np.abs(a).max() <= 64**-0.5  # uniform, as PEFT's
     assert not has_lora_names(model)
-    base = tuned.model.layers[0].self_attn.q_proj.weight.stored.home[0].leaf
-    assert base is model.model.layers[0].self_attn.q_proj.weight.stored.home[0].leaf
+    base = tuned.model.layers[0].self_attn.q_proj.weight.home[0].leaf
+    assert base is model.model.layers[0].self_attn.q_proj.weight.home[0].leaf
 
 
 def has_lora_names(model):
@@ -197,7 +197,7 @@ def test_dora_trains_the_norms_of_rows(model, packed, is_packed):
     tuned = drawn(added)
     merged = lora.merge(tuned, requantize=is_packed)
     layer, after = (one.model.layers[1].mlp.down_proj for one in (tuned, merged))
-    floats = lambda w: np.asarray(jnp.asarray(w.stored.operand()), np.float64)
+    floats = lambda w: np.asarray(jnp.asarray(w.operand()), np.float64)
     a, b, m = (
         np.asarray(w.value, np.float64)
         for w in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)

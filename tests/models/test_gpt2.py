@@ -336,7 +336,7 @@ def test_c_attn_is_stored_in_the_order_of_the_devices(tmp_path, sizes, stacked, 
     np.testing.assert_allclose(call(placed, ids), call(want, ids), atol=1e-5)
     weight = placed.transformer.h[0].attn.c_attn.weight
     n = sizes["model"]
-    assert weight.stored.layout == DeviceMajor(n, (32, 32, 32), 1)
+    assert weight.spec.layout == DeviceMajor(n, (32, 32, 32), 1)
     if "fsdp" not in sizes:  # the rows of the table, and two of the block
         assert sorted(one.kind for one in compiled(call, placed, ids)) == ["all-reduce"] * 3
 

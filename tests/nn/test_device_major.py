@@ -121,7 +121,7 @@ def cases():
 @pytest.mark.parametrize(("stacked", "sizes", "kind"), list(cases()))
 def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
     model = placed(stacked, **sizes, kind=kind)
-    layout = qkv(model).stored.layout
+    layout = qkv(model).spec.layout
     assert layout == (None if sizes["model"] == 8 else DeviceMajor(sizes["model"], (16, 8, 8)))
     run = lambda m: (m(X), jnp.asarray(qkv(m)) + 0, X @ qkv(m).T)
     result, rows, product = jax.jit(run)(model)
@@ -164,9 +164,9 @@ def test_loading(tmp_path, stacked, cast, sizes):
 
 def test_one_device_holds_its_heads():
     weight = qkv(placed(False, model=4))
-    stored = weight.stored.leaf
+    stored = weight.leaf
     (mine,) = {s.device.id: s.data for s in stored.addressable_shards}[2]
-    rows = [r for a, b in weight.stored.layout.rows(2) for r in range(a, b)]
+    rows = [r for a, b in weight.spec.layout.rows(2) for r in range(a, b)]
     np.testing.assert_array_equal(mine, values()[QKV][rows])
 
 
@@ -192,7 +192,7 @@ def test_moved_assigned_copied():
     qkv(model).value = 2 * values()[QKV]
     np.testing.assert_array_equal(qkv(model).value, 2 * values()[QKV])
     model.to(CPU)
-    assert qkv(model).stored.layout is None and tuple(jax.tree.leaves(model)[2].shape) != (4, 8, 16)
+    assert qkv(model).spec.layout is None and tuple(jax.tree.leaves(model)[2].shape) != (4, 8, 16)
     np.testing.assert_array_equal(qkv(model).value, 2 * values()[QKV])
     stack = placed(True, model=4)
     for again in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):

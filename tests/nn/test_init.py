@@ -223,7 +223,7 @@ def test_after_an_error_no_weight_has_a_value():
     model = Net()
     with pytest.raises(ValueError, match="no"):
         init(model, jax.random.key(0), initializer=lambda name: _refuse if name == "bias" else None)
-    assert model.w.stored.is_lazy and model.scale.stored.is_lazy
+    assert model.w.is_lazy and model.scale.is_lazy
 
 
 def _refuse(key, shape, dtype):

@@ -848,7 +848,7 @@ def test_what_does_not_divide_is_whole():
     model = fill(block(9, 3)).to(mesh_of({"model": 2}, False))
     assert model.self_attn.o_proj.weight.sharding.spec == P(None, None)
     assert model.mlp.gate_proj.weight.sharding.spec == P("model", None)
-    assert "9 heads do not divide" in model.self_attn.o_proj.weight.stored.why
+    assert "9 heads do not divide" in model.self_attn.o_proj.weight.spec.why
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ def module_arrays(
     layers: dict[int, list[Any]] = {}
     whole: dict[int, str] | None = None
     for name, weight in module.raw_state_dict().items():
-        home, apart = weight.stored.home, False
-        leaf = weight.stored.leaf
+        home, apart = weight.home, False
+        leaf = weight.leaf
         if home is not None and not is_per_layer(home[0], home[0].leaf):
             # one tree for all layers, under the name of the leaf
             if whole is None:
@@ -51,8 +51,8 @@ def module_arrays(
             if id(home[0]) not in whole:
                 continue
             name, leaf, apart = whole.pop(id(home[0])), home[0].leaf, True
-        if type(leaf) is jax.ShapeDtypeStruct and weight.stored.source is not None:
-            leaf = weight.stored.read()
+        if type(leaf) is jax.ShapeDtypeStruct and weight.source is not None:
+            leaf = weight.read()
         is_array = hasattr(leaf, "dtype") and not is_key(leaf)
         if not is_array and holes:
             if jax.tree.leaves(leaf):
@@ -75,39 +75,37 @@ def is_per_layer(holder: Any, leaf: Any) -> bool:
     """
     if not hasattr(leaf, "shape") or is_key(leaf):
         return False
-    stored = holder.stored
-    shape, lead = tuple(leaf.shape), tuple(stored.lead)
-    if stored.layout is not None:
-        return shape == tuple(stored.blank().shape)
-    return shape[: len(lead)] == lead and len(shape) - len(lead) <= len(tuple(stored.dims))
+    shape, lead = tuple(leaf.shape), tuple(holder.spec.lead)
+    if holder.spec.layout is not None:
+        return shape == tuple(holder.spec.blank().shape)
+    return shape[: len(lead)] == lead and len(shape) - len(lead) <= len(tuple(holder.spec.dims))
 
 
 def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
     """The value in logical order, in the dtype and shape of the checkpoint it was loaded from."""
-    stored = weight.stored
-    home = stored.home
-    if home is not None and stored.layout is None and home[0].is_whole:
+    home = weight.home
+    if home is not None and weight.spec.layout is None and home[0].is_whole:
         if id(home[0]) not in layers:
             layers[id(home[0])] = unstacked(home[0])
         value = layers[id(home[0])][home[1]]
     else:
-        value = stored.value if is_per_layer(weight, stored.leaf) else stored.leaf
-    declared = stored.dtype.np
+        value = weight.stored_value() if is_per_layer(weight, weight.leaf) else weight.leaf
+    declared = weight.spec.dtype.np
     narrowed = value.dtype != declared and jax.dtypes.canonicalize_dtype(declared) == value.dtype
     if narrowed and getattr(value, "is_fully_addressable", True):
         value = np.asarray(value).astype(declared)  # 64 bits, for which JAX has no arrays
-    return stored.filed(value)
+    return weight.to_file(value)
 
 
 def unstacked(stack: StackedWeight) -> list[Any]:
     """The arrays of the Weights of a stack. On CPUs they share the memory of the stack."""
-    own, indices = stack.leaf, [stack.index(i) for i in range(stack.count)]
+    own, indices = stack.leaf, [stack.spec.index(i) for i in range(stack.spec.count)]
     if not isinstance(own, jax.Array) or isinstance(own, Tracer) or not _is_plain(own.sharding):
         return [own[index] for index in indices]
     on_host = all(device.platform == "cpu" for device in own.sharding.device_set)
-    if not on_host and not stack.split:
+    if not on_host and not stack.spec.split:
         return [own[index] for index in indices]
-    levels = len(stack.spans)
+    levels = len(stack.spec.spans)
     shards = [
         (box_of(s.index, own.shape)[:levels], next(iter(s.data.devices())),
          np.asarray(s.data) if on_host else s.data)
@@ -140,10 +138,10 @@ def _sharding_of_one(stack: StackedWeight, own: jax.Array, index: tuple[int, ...
     sharding: Any = own.sharding
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
-    mesh, levels = sharding.mesh, len(stack.spans)
+    mesh, levels = sharding.mesh, len(stack.spec.spans)
     lead = (*sharding.spec, *(None,) * own.ndim)[:levels]
     spec = jax.sharding.PartitionSpec(*sharding.spec[levels:])
-    for size, place, entry in zip(stack.lead, index, lead, strict=True):
+    for size, place, entry in zip(stack.spec.lead, index, lead, strict=True):
         names = names_in(entry)
         counts = [mesh.shape[name] for name in names]
         share = place // (size // math.prod(counts))

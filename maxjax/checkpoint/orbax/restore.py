@@ -103,15 +103,15 @@ def of_leaf(name: str, leaf: Any, like: Any = None, finish: Any = None) -> LeafT
 
 def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> LeafTarget:
     """The target for a leaf of a Module: a Weight's, or that of a stack of several layers."""
-    stored, target = holder.stored, of_leaf(prefix + name, leaf)
+    target = of_leaf(prefix + name, leaf)
     if not is_per_layer(holder, leaf):
         return target
-    target.names = [prefix + one for one in stored.names(name)]
-    target.name, target.layout = target.names[0], stored.layout
-    target.axis, target.levels = (0, len(stored.spans)) if stored.spans else (None, 1)
+    target.names = [prefix + one for one in holder.spec.names(name)]
+    target.name, target.layout = target.names[0], holder.spec.layout
+    target.axis, target.levels = (0, len(holder.spec.spans)) if holder.spec.spans else (None, 1)
     if target.sharding is None and type(leaf) is jax.ShapeDtypeStruct:
         target.sharding = _sharding(holder, leaf)
-    declared = stored.dtype.np
+    declared = holder.spec.dtype.np
     if declared != leaf.dtype and jax.dtypes.canonicalize_dtype(declared) == leaf.dtype:
         target.declared = declared
     return target
@@ -119,7 +119,7 @@ def of_holder(prefix: str, name: str, holder: Any, leaf: Any) -> LeafTarget:
 
 def _sharding(holder: Any, leaf: Any) -> Any:
     """The sharding of a Weight's leaf; one of another shape (Adafactor's, a row of the weight) is replicated."""
-    where, wanted = holder.stored.leaf_sharding, holder.stored.blank()
+    where, wanted = holder.spec.leaf_sharding, holder.spec.blank()
     if not isinstance(where, NamedSharding) or tuple(wanted.shape) == tuple(leaf.shape):
         return where
     return where.update(spec=PartitionSpec())

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from ... import distributed
-from ...errors import CheckpointError, PeerLostError, first_line
+from ...errors import CheckpointError, PeerLostError
 from ...lockstep import wait_alive
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row, short
@@ -283,7 +283,8 @@ def translated(error: BaseException, target: NewStep) -> BaseException:
     system = system_error(error)
     try:
         if system is None:
-            problem = f"orbax could not save the step ({type(error).__name__}: {first_line(error)})"
+            text = next(iter(str(error).splitlines()), "")[:300]
+            problem = f"orbax could not save the step ({type(error).__name__}: {text})"
             hint = None if target.staging is None else target.staging.kept or None
             raise save_failed(problem, target.root, None, hint) from error
         if target.staging is None:

@@ -158,7 +158,7 @@ def _by_name(weights: ModelWeights, leaves: Sequence[Any]) -> dict[str, Any]:
 
 def _array(value: Any) -> Any:
     """The array in a mapping's value; None if there is none, as in a Weight that is not filled."""
-    if isinstance(value, Weight) and value.stored.is_missing:
+    if isinstance(value, Weight) and value.is_missing:
         return None
     return unwrap(value) if isinstance(value, TensorValue) else value
 

@@ -138,12 +138,12 @@ def weights_of(model: Module) -> tuple[ModelWeights, list[Any]]:
     leaves: list[str | tuple[str, ...]] = []
     arrays = jax.tree.leaves(model, is_leaf=lambda value: value is not model)
     for i, (full, holder) in enumerate(zip(definition.names, holders, strict=True)):
-        pairs = zip(holder.stored.weights, holder.stored.names(full), strict=True)
+        pairs = zip(holder.weights, holder.spec.names(full), strict=True)
         names = [known.get(id(weight), name) for weight, name in pairs]
-        is_stack = bool(holder.stored.spans)
+        is_stack = bool(holder.spec.spans)
         leaves.append(tuple(names) if is_stack else names[0])
-        arrays[i] = _flat(arrays[i], len(holder.stored.spans), len(names))
-        dtype = declared(holder.stored, arrays[i])
+        arrays[i] = _flat(arrays[i], len(holder.spec.spans), len(names))
+        dtype = declared(holder, arrays[i])
         for name in names:
             found[name] = WeightEntry(dtype, tuple(others.get(name, ())))
     order = [name for name in by_name if name in found]

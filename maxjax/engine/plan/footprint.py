@@ -28,7 +28,6 @@ from ...graph.placement.split import Placed
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import StaticDim
 from ...graph.weights import FileWeights, GGUFWeights
-from ...kernels.explicit import parts_over
 from ...models import LanguageModel, PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
 from ...models.config import read_config
@@ -197,43 +196,40 @@ def of_module(module: Any, rules: Mapping[str, Any] | None = None) -> Footprint:
 def _as_planned(module: Any, mesh: Any, rules: Any, dtype: DType | None) -> list[TensorGroup]:
     """The tensors with the shardings that ``module.to(mesh, rules=rules)`` would give them."""
     return [
-        TensorGroup(one.holder.stored.names(one.name), one.shape, _dtype(one.holder, dtype),
+        TensorGroup(one.holder.spec.names(one.name), one.shape, _dtype(one.holder, dtype),
              one.placed.spec, _parts((*one.placed.spec, one.placed.split), mesh), one.placed.why,
-             one.holder.stored.packing)
+             one.holder.spec.packing)
         for one in plan_places(module, mesh, None, rules)
     ]  # fmt: skip
 
 
 def _sharding_of(holder: Any) -> Any:
     """The Sharding that was chosen for a leaf, or that of its array; None if it has neither."""
-    stored = holder.stored
-    where = stored.leaf_sharding if stored.spans else stored.sharding
-    return where or getattr(holder.stored.leaf, "sharding", None)
+    where = holder.spec.leaf_sharding if holder.spec.spans else holder.spec.sharding
+    return where or getattr(holder.leaf, "sharding", None)
 
 
 def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
     """A leaf with its present sharding."""
-    stored = holder.stored
-    known = all(isinstance(d, StaticDim) for d in stored.dims)
-    shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in stored.dims)
+    known = all(isinstance(d, StaticDim) for d in holder.spec.dims)
+    shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in holder.spec.dims)
     where, spec, parts = _sharding_of(holder), PartitionSpec(), 1
-    why = stored.why if known else UNKNOWN_SIZES
+    why = holder.spec.why if known else UNKNOWN_SIZES
     if where is not None and math.prod(shape):
-        layers = stored.lead
+        layers = holder.spec.lead
         parts = math.prod((*layers, *shape)) // math.prod(where.shard_shape((*layers, *shape)))
         spec = PartitionSpec(*tuple(getattr(where, "spec", ()))[len(layers) :])
         if where.memory_kind not in (None, "device"):
             parts, why = 0, f"{why}; in host memory ({where.memory_kind})".lstrip("; ")
     return TensorGroup(
-        stored.names(name), shape, _dtype(holder, dtype), spec, parts, why, stored.packing
+        holder.spec.names(name), shape, _dtype(holder, dtype), spec, parts, why, holder.spec.packing
     )
 
 
 def _dtype(holder: Any, override: DType | None) -> DType:
-    stored = holder.stored
-    leaf = getattr(stored.leaf, "dtype", None)
+    leaf = getattr(holder.leaf, "dtype", None)
     # JAX without x64 has no 64-bit arrays.
-    found = DType.of(jax.dtypes.canonicalize_dtype(stored.dtype.np) if leaf is None else leaf)
+    found = DType.of(jax.dtypes.canonicalize_dtype(holder.spec.dtype.np) if leaf is None else leaf)
     return override if override is not None and found.is_float() else found
 
 
@@ -458,7 +454,7 @@ def _fixed_bytes(one: names.Fixed, batch: int, mesh: Any) -> int:
     parts = 1
     if mesh is not None:
         rows, model = batch_axes(mesh, batch), axis_of(mesh, "model")
-        parts = parts_over(mesh, rows)
+        parts = math.prod(mesh.shape[axis] for axis in rows)
         size = 0 if one.axis is None else one.shape[one.axis]
         if model is not None and model not in rows and size and size % mesh.shape[model] == 0:
             parts *= mesh.shape[model]

@@ -50,7 +50,7 @@ def chosen_types(
         if kind is None:
             kept[name] = "a router or a small table" if name in small else "not asked for"
             continue
-        packed = weight.stored.packing
+        packed = weight.spec.packing
         if packed is not None:
             if packed.value != kind:
                 raise UserInputError(

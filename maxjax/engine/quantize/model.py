@@ -17,7 +17,6 @@ from ...errors import UserInputError, printable, releasing
 from ...graph.placement.arrays import platform_of
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import Shape
-from ...graph.weight.weight import Weight
 from ...kernels.packed_product import ACTIVATIONS
 from ...models.gguf.config.families import has_architecture
 from ...models.gguf.tensors.write import gguf_places
@@ -108,12 +107,12 @@ def quantize(
     done = set[int]()
     holders: list[tuple[str, Any]] = []
     for name, weight in new.raw_state_dict().items():
-        home = weight.stored.home
+        home = weight.home
         holder: Any = weight if home is None else home[0]
         if name in types and id(holder) not in done:
             done.add(id(holder))
             holders.append((name, holder))
-    sizes = [holder.stored.leaf.nbytes for _, holder in holders]
+    sizes = [holder.leaf.nbytes for _, holder in holders]
     with releasing(), task(f"quantizing {type(model).__name__}", sum(sizes)) as shown:
         for (name, holder), nbytes in zip(holders, sizes, strict=True):
             rows |= _quantise(new, name, holder, types[name], checked)
@@ -143,7 +142,7 @@ def _checked(
             places = gguf_places(config, types)
         names = dict.fromkeys(types, ("", -1))
         importance = importance.of_checkpoint(
-            names | {name: (place.tensor, place.expert) for name, place in places.items()}
+            names | {name: (place.name, place.expert) for name, place in places.items()}
         )
     for name in types:
         if importance is None or name not in importance:
@@ -173,36 +172,37 @@ def _quantise(
     model: Module, name: str, holder: Any, kind: str, importance: Mapping[str, np.ndarray]
 ) -> dict[str, WeightReport]:
     """Quantises a Weight, or all Weights of a stack; the rows of the report by name."""
-    stored = holder.stored
-    leaf = stored.leaf
+    leaf = holder.leaf
     if not getattr(leaf, "is_fully_addressable", True):
         raise NotImplementedError(
             f"weight '{name}' is on devices of several processes: quantise the checkpoint with maxjax convert "
             "--quantize, and load that"
         )
-    if isinstance(holder, Weight):
+    if not holder.spec.spans:
         names = [name]
     else:
         by_number = {
-            w.stored.home[1]: n
+            w.home[1]: n
             for n, w in model.raw_state_dict().items()
-            if w.stored.home is not None and w.stored.home[0] is holder
+            if w.home is not None and w.home[0] is holder
         }
-        names = [by_number[number] for number in range(holder.count)]
-    found = encode_array(names, leaf, kind, _stacked_importance(stored, names, importance))
-    rows = dict(_reports(stored, names, kind, found, leaf.dtype.itemsize))
+        names = [by_number[number] for number in range(holder.spec.count)]
+    found = encode_array(names, leaf, kind, _stacked_importance(holder, names, importance))
+    rows = dict(_reports(holder, names, kind, found, leaf.dtype.itemsize))
     encoding = QuantizationEncoding(kind)
-    dims = encoding.packed_shape([int(size) for size in stored.dims])
-    if isinstance(holder, Weight):
-        stored.take(DType.uint8, tuple(Shape(dims)), encoding, stored.weight.align, None, None)
+    dims = encoding.packed_shape([int(size) for size in holder.spec.dims])
+    if not holder.spec.spans:
+        holder.adopt_declaration(
+            DType.uint8, tuple(Shape(dims)), encoding, holder.align, None, None
+        )
     else:
         holder.redeclare(DType.uint8, dims, encoding)
-    stored.put(found.blocks)
+    holder.put(found.blocks)
     return rows
 
 
 def _stacked_importance(
-    stored: Any, names: list[str], importance: Mapping[str, np.ndarray]
+    holder: Any, names: list[str], importance: Mapping[str, np.ndarray]
 ) -> np.ndarray | None:
     """The importance with the leading axes of the leaf, ``[..., in]``; ones for weights without it."""
     if not any(name in importance for name in names):
@@ -210,20 +210,20 @@ def _stacked_importance(
     size = next(len(importance[name]) for name in names if name in importance)
     each = [importance.get(name, np.ones(size, np.float32)) for name in names]
     # A device-major layout has a further axis, which splits only the rows.
-    inner = (1,) * (stored.layout is not None)
-    return np.stack(each).reshape(*stored.lead, *inner, size)
+    inner = (1,) * (holder.spec.layout is not None)
+    return np.stack(each).reshape(*holder.spec.lead, *inner, size)
 
 
-def _reports(stored: Any, names: list[str], kind: str, found: Encoded, itemsize: int) -> Any:
+def _reports(holder: Any, names: list[str], kind: str, found: Encoded, itemsize: int) -> Any:
     """The name and the report of each Weight of a holder."""
-    shape = found.errors.shape[len(stored.lead) :]
+    shape = found.errors.shape[len(holder.spec.lead) :]
     errors, squares = (a.reshape(-1, *shape) for a in (found.errors, found.squares))
-    values = math.prod(map(int, stored.logical_shape))
+    values = math.prod(map(int, holder.spec.logical_shape))
     nbytes = math.prod(found.blocks.shape) // len(names)
     for name, wrong, norm in zip(names, errors, squares, strict=True):
-        if stored.layout is not None:
+        if holder.spec.layout is not None:
             wrong, norm = (
-                np.asarray(stored.layout.restore(a[..., None]))[..., 0] for a in (wrong, norm)
+                np.asarray(holder.spec.layout.restore(a[..., None]))[..., 0] for a in (wrong, norm)
             )
         wrong, norm = wrong.reshape(-1), norm.reshape(-1)
         relative = np.sqrt(np.divide(wrong, norm, out=np.zeros_like(wrong), where=norm > 0))

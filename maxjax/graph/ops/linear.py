@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from ..operands import common, product
 from ..symbolic import to_size
-from ..weight.transpose import TransposedValue, WeightTranspose
+from ..value import TransposedValue
+from ..weight.transpose import WeightTranspose
 from .lift import (
     array,
     axis_of,
@@ -45,9 +46,9 @@ def matmul(lhs: Any, rhs: Any) -> Any:
         (5, 2, 4)
     """
     if isinstance(rhs, (WeightTranspose, TransposedValue)):
-        if rhs.T.stored.packing is None:
+        if rhs.T.spec.packing is None:
             common(lhs.dtype, rhs.dtype)
-        return _apply(lhs, lambda x: x @ rhs)
+        return _apply(lhs, rhs.__rmatmul__)
     return _matmul(lhs, rhs)
 
 

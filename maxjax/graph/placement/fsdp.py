@@ -29,7 +29,7 @@ def can_be_in_place(weight: Any, x: Any) -> bool:
     """
     if _axis(weight) is None or not x.ndim:
         return False
-    if not isinstance(x, Tracer) and not isinstance(weight.stored.leaf, Tracer):
+    if not isinstance(x, Tracer) and not isinstance(weight.leaf, Tracer):
         return False
     mesh = mesh_in_trace(weight.sharding.mesh)
     return AxisType.Manual not in mesh.axis_types and all(isinstance(n, int) for n in x.shape)
@@ -58,7 +58,7 @@ def in_place(
         The result, with its batch axis split as that of ``x``. On meshes with Auto axes the batch
         is assumed to be split over ``data``, ``fsdp`` and ``expert``.
     """
-    operand, axis = weight.stored.operand(gathered=False), _axis(weight)
+    operand, axis = weight.operand(gathered=False), _axis(weight)
     every = split_over(weight, features)
     mesh = explicit.mesh_of(x, *jax.tree.leaves(operand))
     if mesh is None:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ...kernels.explicit import Entry, parts_over, spec_of
+from ...kernels.explicit import Entry, spec_of
+from ..kind import to_value
 from ..shape import StaticDim
-from ..value import TensorValue, unwrap
 from .device_major import DeviceMajor
 from .mesh import TENSOR, axes_of, axis_of, sizes_text
 
@@ -231,7 +231,7 @@ class Split:
         why, undivided = self._enter(mesh, kinds, shape, counts, entries)
         layout = None
         if self.by_device and any(entries) and self.axis is not None and len(self.segments) > 1:
-            n = parts_over(mesh, entries[self.axis])
+            n = math.prod(mesh.shape[axis] for axis in entries[self.axis])
             sizes = tuple(segment.size for segment in self.segments)
             layout = DeviceMajor(n, sizes, self.axis % len(shape))
         fsdp, gathered = axis_of(mesh, "fsdp"), ""
@@ -247,7 +247,7 @@ class Split:
         over = axes_of(mesh, self.whole)
         if not over or count == 1:
             return (), ""
-        n, sizes = parts_over(mesh, over), sizes_text(mesh, over, "·")
+        n, sizes = math.prod(mesh.shape[axis] for axis in over), sizes_text(mesh, over, "·")
         if count % n:
             return (), f"the {count} experts do not divide by {sizes}"
         return over, f"{count // n} of {count} whole experts each over {sizes}"
@@ -268,7 +268,7 @@ class Split:
         over = axes_of(mesh, kinds)
         if not over:
             return f"the mesh has no {' or '.join(kinds)} axis" if kinds else "", ()
-        n, sizes = parts_over(mesh, over), sizes_text(mesh, over, " and ")
+        n, sizes = math.prod(mesh.shape[axis] for axis in over), sizes_text(mesh, over, " and ")
         problems = []
         for split in [self] if self.fallback is None else [self, Split(self.fallback)]:
             if (found := split.axis_in(shape)) is None:
@@ -337,7 +337,7 @@ def split_of_function(rule: Callable[..., Any], shape: tuple[int, ...], n: int) 
     """
 
     def parts(index: Any) -> list[Any]:
-        return [unwrap(rule(TensorValue(index), i, n)) for i in range(n)]
+        return [jnp.asarray(rule(to_value(index), i, n)) for i in range(n)]
 
     made = jax.eval_shape(parts, jax.ShapeDtypeStruct(shape, jnp.int32))
     shapes = {(part.shape, str(part.dtype)) for part in made}

@@ -1,8 +1,8 @@
 """Weight: a named tensor of a model, abstract until it is loaded.
 
-``weight`` has the class, and Shard, a view of a part; ``stored`` is the interface for code that
-loads, places and saves weights; ``transpose`` is the result of ``w.T``; ``stacked`` holds the weights
-of equal layers as one array; ``running`` tracks the running Modules and Graphs of a thread.
+``weight`` has the class, and Shard, a view of a part; ``spec`` is what a Weight declares and how its value is
+stored; ``stacked`` holds the weights of equal layers as one array; ``transpose`` is the result of ``w.T``;
+``running`` tracks the running Modules and Graphs of a thread.
 """
 
 from ..placement.split import Segment as Segment

@@ -133,7 +133,7 @@ def placed(row: Row, state: LeafState, sharding: Any, layout: Any = None) -> Pla
 def leaf_in_memory(weight: Any) -> Any:
     """The leaf of a Weight; of a shard whose weight is not read yet, its placeholder."""
     host = getattr(weight, "host", None)
-    return weight._own if host is not None and host.stored.is_lazy else weight.stored.leaf
+    return weight._leaf if host is not None and host.is_lazy else weight.leaf
 
 
 def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
@@ -143,37 +143,37 @@ def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
         of_all: whether the row stands for the Weights of all layers of the stack that holds this one;
             the state is then that of the stack.
     """
-    stored = weight.stored
-    home, packing, encoding = stored.home, stored.packing, stored.encoding
+    spec, home = weight.spec, weight.home
+    packing, encoding = spec.packing, spec.encoding
     leaf = leaf_in_memory(weight) if home is None or not of_all else home[0].leaf
     state = state_of(leaf)
     if state.foreign and leaf is not None:
         return array_row(name, leaf)
-    dims = stored.dims if packing is None else weight.logical_shape
+    dims = spec.dims if packing is None else weight.logical_shape
     shape = tuple([int(d) if isinstance(d, StaticDim) else str(d) for d in dims])
     known = str not in map(type, shape)
-    if known and _has_other_shape(stored, leaf, shape, of_all):
-        return _as_it_is(name, leaf, home[0].count if of_all and home is not None else 1)
+    if known and _has_other_shape(weight, leaf, shape, of_all):
+        return _as_it_is(name, leaf, home[0].spec.count if of_all and home is not None else 1)
     if leaf is None:  # sizes that are not known yet, or an empty place in a tree
         state = LeafState("", "NoneType", "None") if known else LeafState(LAZY)
     if state.note == LAZY:
-        if (getattr(weight, "host", None) or weight).stored.source is not None:
+        if (getattr(weight, "host", None) or weight).source is not None:
             state = LeafState(UNREAD)
-        elif home is not None and of_all and (held := _loaded(home[0])):
-            state = LeafState(f"{held} of {home[0].count} layers loaded")
+        elif home is not None and of_all and (held := home[0].loaded):
+            state = LeafState(f"{held} of {home[0].spec.count} layers loaded")
     array = stack_of(leaf)
     found = getattr(array, "dtype", None)
-    held = stored.dtype.np if found is None else found
+    held = spec.dtype.np if found is None else found
     count = math.prod(shape) if known else 0  # type: ignore[type-var]
     nbytes = int(count) * _width(held)
     notes: tuple[str, ...] = ()
     if packing is not None:
-        nbytes = math.prod(map(int, stored.dims)) if known else 0
+        nbytes = math.prod(map(int, spec.dims)) if known else 0
         notes = (f"{8 * nbytes / max(int(count), 1):.4g} bits each",)
     elif encoding is not None:
         notes = (encoding.value,)
-    elif found is not None and found != jax.dtypes.canonicalize_dtype(stored.dtype.np):
-        notes = (f"declared {stored.dtype.name}",)
+    elif found is not None and found != jax.dtypes.canonicalize_dtype(spec.dtype.np):
+        notes = (f"declared {spec.dtype.name}",)
     text = dtype_text(held) if packing is None else packing.value
     if state.foreign:
         text, nbytes, count, notes = "None", 0, 0, ()
@@ -183,19 +183,20 @@ def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
         sharding = getattr(array, "sharding", None)
         if home is not None and device_count(sharding) > 1:
             sharding = None  # it is that of the stack, which has more axes
-    return placed(row, state, sharding if known else None, stored.layout)
+    return placed(row, state, sharding if known else None, spec.layout)
 
 
-def _has_other_shape(stored: Any, leaf: Any, shape: tuple[Any, ...], of_all: bool) -> bool:
+def _has_other_shape(weight: Any, leaf: Any, shape: tuple[Any, ...], of_all: bool) -> bool:
     """Whether a leaf is an array of another shape than the Weight's, as per-example gradients are."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return False
     if isinstance(leaf, Tracer):  # it may be one device's part
         return False
-    if stored.layout is not None or stored.packing is not None:
-        shape = stored.leaf_dims
-    if stored.home is not None and of_all:
-        shape = (*stored.home[0].lead, *shape)
+    spec = weight.spec
+    if spec.layout is not None or spec.packing is not None:
+        shape = spec.leaf_shape
+    if weight.home is not None and of_all:
+        shape = (*weight.home[0].spec.lead, *shape)
     return tuple(leaf.shape) != shape
 
 
@@ -208,16 +209,6 @@ def _as_it_is(name: str, leaf: Any, count: int) -> PlacedRow:
     row = replace(one.row, parameters=one.row.parameters // count, nbytes=one.row.nbytes // count)
     row.notes = (*row.notes, f"of {count} layers together")
     return PlacedRow(row, one.state, one.sharding, one.per_device // count)
-
-
-def _loaded(stack: Any) -> int:
-    """The number of Weights with a value, in a stack where some have none."""
-    if stack.home is None:
-        return len(stack._parts)
-    (outer, start), count = stack.home, stack.count
-    while outer.home is not None:
-        outer, start = outer.home[0], start + outer.home[1]
-    return sum(start <= number < start + count for number in outer._parts)
 
 
 def total(kind: str, arrays: Mapping[str, Any]) -> Row:
@@ -295,27 +286,28 @@ class OfWeight(Rendered):
         return weight_row(self, "").row
 
     def _mx_title(self: Any, row: Row) -> str:
-        stored = self.stored
-        extra = f", {stored.encoding}" if stored.encoding is not None else ""
+        spec = self.spec
+        extra = f", {spec.encoding}" if spec.encoding is not None else ""
         leaf = leaf_in_memory(self)
         if leaf is not None and type(leaf) is not jax.ShapeDtypeStruct:
             state = state_of(leaf)
             extra += f", {state.text or state.foreign or state.note or 'loaded'}"
         if device_count(self.sharding) > 1:
             extra += f", {spec_text(self.sharding)}"
-        kind = self._plain[0].__name__
-        return f"{kind}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
+        return (
+            f"{spec.kind.__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
+        )
 
     def __repr__(self) -> str:
         return guarded(self, lambda: self._mx_title(Row()))
 
     def _mx_html(self: Any) -> str:
-        stored = self.stored
-        encoding = "" if stored.encoding is None else stored.encoding.value
-        more = {"declared on": str(self.device), "encoding": encoding, "reason": stored.why}
-        if stored.home is not None:
-            more["stack"] = f"number {stored.home[1]} of {stored.home[0].count}"
-        if stored.source is not None:
+        spec, home = self.spec, self.home
+        encoding = "" if spec.encoding is None else spec.encoding.value
+        more = {"declared on": str(self.device), "encoding": encoding, "reason": spec.why}
+        if home is not None:
+            more["stack"] = f"number {home[1]} of {home[0].spec.count}"
+        if self.source is not None:
             more["source"] = "data of a checkpoint, read when it is used"
         return array_html(self.name, weight_row(self, ""), **more)
 
@@ -329,12 +321,12 @@ class OfStack(Rendered):
         return array_row("", self.leaf).row
 
     def _mx_title(self: Any, row: Row) -> str:
-        return f"StackedWeight({self.count} x {self.template!r})"
+        layer = f"Weight({self.name}, {self.spec.dtype}, {self.shape!r}, {self.device})"
+        return f"StackedWeight({self.spec.count} x {layer})"
 
     def __repr__(self) -> str:
         return guarded(self, lambda: self._mx_title(Row()))
 
     def _mx_html(self: Any) -> str:
-        return array_html(
-            f"{self.count} stacked weights", array_row("", self.leaf), reason=self.why
-        )
+        title = f"{self.spec.count} stacked weights"
+        return array_html(title, array_row("", self.leaf), reason=self.spec.why)

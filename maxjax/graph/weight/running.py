@@ -61,7 +61,7 @@ class Running(threading.local):
         new name.
         """
         name, path = weight.name, self.path_of(weight)
-        if path is None or name.endswith(f".{path}") or weight.stored.is_renamed:
+        if path is None or name.endswith(f".{path}") or weight.is_renamed:
             return name
         return path
 

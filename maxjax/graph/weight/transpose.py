@@ -1,6 +1,6 @@
 """WeightTranspose: the result of ``w.T``, which makes ``x @ w.T`` call ``kernels.matmul``.
 
-Where Weights give TensorValues, the result is a TransposedValue, a subclass of TensorValue.
+Where Weights give TensorValues, the result is a TransposedValue (``graph/value.py``).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from ... import kernels
 from ...dtype import DType
-from ..operands import check_product, common
+from ..kind import to_value
+from ..operands import wraps
 from ..shape import Shape
-from ..value import TensorValue, unwrap, wrap, wraps
 
 
-class _OfWeight:
+class Transposed:
     """The properties of ``w.T`` that need no array, for both classes."""
 
     __slots__ = ()
@@ -41,7 +41,7 @@ class _OfWeight:
         return self._weight.dtype
 
 
-class WeightTranspose(_OfWeight):
+class WeightTranspose(Transposed):
     """The result of ``w.T``, with operators but without ``__jax_array__``.
 
     JAX defers ``x @ w.T`` to ``__rmatmul__``, in eager code and in every transformation, only if
@@ -65,12 +65,12 @@ class WeightTranspose(_OfWeight):
         return self._weight.ndim
 
     def __rmatmul__(self, x: Any) -> Any:
-        array = x._as_array() if isinstance(x, TensorValue) else jnp.asarray(x)
+        array = jnp.asarray(x)
         if self._weight.ndim != 2 or array.ndim < 1:
             y = array @ self.array()
         else:
             y = kernels.matmul(array, self._weight)
-        return TensorValue(y) if wraps(x, self._weight) else y
+        return to_value(y) if wraps(x, self._weight) else y
 
     def __repr__(self) -> str:
         return f"{self._weight!r}.T"
@@ -79,57 +79,11 @@ class WeightTranspose(_OfWeight):
         return np.asarray(self.array(), dtype=dtype)
 
 
-class TransposedValue(_OfWeight, TensorValue):
-    """The result of ``w.T`` where Weights give TensorValues: the matrix with swapped axes.
-
-    The array is computed on demand; ``x @ w.T`` does not need it.
-    """
-
-    def __init__(self, weight: Any):
-        self._weight = weight
-
-    @property
-    def _array(self) -> Any:
-        return self._weight._as_array().T
-
-    @property
-    def rank(self) -> int:
-        """The number of axes, 2."""
-        return 2
-
-    def __rmatmul__(self, x: Any) -> Any:
-        # Python calls the right operand first if its class derives from the left one's.
-        return self._matmul(x, self)
-
-    def _product(self, x: Any) -> Any:
-        """``x @ w.T``, called by ``value.py``."""
-        array, weight = unwrap(x), self._weight
-        if not isinstance(array, jax.Array):
-            array = jnp.asarray(array)
-        if weight.stored.packing is not None:
-            check_product(array.shape, list(weight.logical_shape)[::-1])
-        else:
-            # This matters in eager code: check the usual case first.
-            if not array.ndim or array.shape[-1] != weight._dims[-1]:
-                check_product(array.shape, self.shape)
-            if array.dtype != weight._dtype.np:
-                common(array.dtype, self.dtype)  # raises for an integer and a float
-        return wrap(kernels.matmul(array, weight))
-
-
-jax.tree_util.register_pytree_with_keys(
-    TransposedValue,
-    lambda t: (((jax.tree_util.GetAttrKey("value"), t._array),), None),
-    lambda _, leaves: wrap(next(iter(leaves))),  # type: ignore[arg-type]
-    lambda t: ((t._array,), None),
-)
-
-
 def _forward(name: str) -> Callable[..., Any]:
     def method(self: WeightTranspose, *args: Any) -> Any:
         args = tuple(a.array() if isinstance(a, WeightTranspose) else a for a in args)
         array = self.array()
-        return getattr(TensorValue(array) if wraps(self._weight, *args) else array, name)(*args)
+        return getattr(to_value(array) if wraps(self._weight, *args) else array, name)(*args)
 
     method.__name__ = name
     return method

@@ -1,40 +1,55 @@
 """Weight: a named, possibly lazy tensor that a Module owns.
 
-The Weight holds the value: a ``jax.ShapeDtypeStruct`` until it is loaded, then an array.
+The Weight holds the value: a ``jax.ShapeDtypeStruct`` until it is loaded, then an array. Everything else that
+JAX compares is its :class:`WeightSpec`. A Weight is in one of three states:
+
+- it holds its *leaf*, the array or placeholder that is its entry in a pytree;
+- it is a view of one layer of a :class:`StackedWeight`, which then holds the leaf and the spec;
+- it is a part of another Weight (:class:`Shard`), computed from that Weight's value at each use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import copy
+import operator
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ...dtype import DType
-from ...kernels import explicit
+from ...kernels import QuantArray, StackSlice, explicit
+from ...kernels.stack_slice import stack_of
 from ..device import DeviceRef, on_device
-from ..kind import KIND
-from ..operands import fitting
+from ..kind import KIND, to_value, value_class
+from ..operands import check_indices, fitting
+from ..operators import Operators
+from ..placement.arrays import as_used, is_usable_in_place, put, relaid
 from ..placement.device_major import DeviceMajor
+from ..placement.split import Split
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
 from ..placement.strategy import shard_shape
 from ..quantization import QuantizationEncoding
 from ..shape import Shape, StaticDim
-from ..value import TensorValue, unwrap
+from ..tensor_type import TensorType
 from .epoch import structure_changed, values_changed
-from .methods import Methods, checked, with_values
 from .rows import OfWeight
 from .running import RUNNING
-from .stored import StoredWeight, copied, outside_traces, register, standing_for
-from .transpose import TransposedValue, WeightTranspose
+from .spec import WeightSpec, checked_strategy, is_value
+from .transpose import WeightTranspose
 
-# Attributes that a copy shares with the Weight.
-_SHARED = ("_sharding", "_layout", "_sharding_strategy", "_source")
+# The leaf of a Weight; flattening a Module reads each.
+leaf_of = attrgetter("leaf")
 
 
-class Weight(OfWeight, Methods):
+class Weight(OfWeight, Operators):
     """A named tensor of a model, lazy until a value is loaded.
 
     Args:
@@ -71,16 +86,17 @@ class Weight(OfWeight, Methods):
         (4, 2)
     """
 
-    _dtype: DType
-    _dims: tuple[Any, ...]
-    _own: Any
-    _activations: str = "float"
-    _form: Any = None  # how a file holds the value, if differently
-
-    @property
-    def _wraps(self) -> bool:  # type: ignore[override]
-        """Whether results are TensorValues if no other operand decides."""
-        return KIND.values
+    _spec: WeightSpec
+    _leaf: Any
+    # For a view of a stack: the StackedWeight, and the number in it.
+    _home: tuple[Any, int] | None = None
+    _full_name: str | None = None
+    _renamed = False
+    _original: tuple[DType, Shape] | None = None
+    # Data of a checkpoint that has not been read yet (Weights.allocate).
+    source: Any = None
+    # Shape of the tensor that it was loaded from, if different.
+    loaded_shape: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -94,93 +110,94 @@ class Weight(OfWeight, Methods):
         _placeholder: bool = False,
         _has_alias: bool = False,
     ):
-        self._local_name, self._renamed = name, False
-        self._full_name: str | None = None
-        self._device = device
-        self._quantization_encoding = quantization_encoding
-        self._align = align
-        self._sharding_strategy = checked(sharding_strategy)
-        self._sharding: Any = None
-        self._why = ""  # reason for its sharding
-        # Order of the stored rows if it is not the logical one; the leaf then has another shape.
-        self._layout: DeviceMajor | None = None
-        self._flags = (_placeholder, _has_alias)
-        self._original: tuple[DType, Shape] | None = None
-        self._loaded_shape: tuple[int, ...] | None = None
-        # Data of a checkpoint that has not been read yet (Weights.allocate).
-        self._source: Any = None
-        # For a layer of a LayerStack: the StackedWeight that holds the value, and the number in it.
-        self._home: tuple[Any, int] | None = None
-        self.shard_idx: int | None = None
-        self.stored.declare(DType.of(dtype), tuple(Shape(shape)))
-
-    @property
-    def stored(self) -> StoredWeight:
-        """The stored data with its sharding and layout, for code that loads, places and saves weights."""
-        return StoredWeight(self)
+        self._spec = WeightSpec(
+            type(self),
+            name,
+            DType.of(dtype),
+            tuple(Shape(shape)),
+            device,
+            quantization_encoding,
+            align,
+            checked_strategy(sharding_strategy),
+            flags=(_placeholder, _has_alias),
+        )
+        self._leaf = self._spec.blank()
 
     # -- what it was declared as
 
     @property
-    def _leaf(self) -> Any:
-        """The leaf in a pytree: an array, a placeholder, or a slice of a stack."""
+    def spec(self) -> WeightSpec:
+        """Everything except the value and the full name."""
         home = self._home
-        return self._own if home is None else home[0].leaf_of(home[1])
+        return self._spec if home is None else home[0].spec.layer
 
-    def _put(self, leaf: Any) -> None:
-        """Every change of the leaf goes through here: Modules cache the lists of their leaves."""
-        if self._home is None:
-            self._own = leaf
-            values_changed()
-        else:
-            self._home[0].put_many({self._home[1]: leaf})
+    def declare(self, what: str, **changes: Any) -> None:
+        """Change some attributes of the spec; ``what`` names them in an error.
 
-    @property
-    def _plain(self) -> tuple[type[Weight], dict[str, Any]]:
-        """The class and state for a copy of this Weight."""
-        return type(self), vars(self)
+        Raises:
+            ValueError: the Weight belongs to a layer of a stack, where layers cannot differ.
+        """
+        self.refuse_in_stack(what)
+        self._change_spec(**changes)
 
-    def _around(self, leaf: Any, name: str | None) -> Weight:
-        kind, state = self._plain
-        new = object.__new__(kind)
-        new.__dict__.update(
-            state,
-            _own=leaf,
-            _home=None,
-            _full_name=name,
-            _loaded_shape=None,
-            _source=None,
-        )
-        return new
+    def _change_spec(self, **changes: Any) -> None:
+        """Change the spec, for a layer of a stack that of all layers."""
+        holder = self if self._home is None else self._home[0]
+        spec = replace(holder._spec, **changes)
+        if spec != holder._spec or spec.why != holder._spec.why:
+            holder._spec = spec
+            structure_changed()
+
+    def refuse_in_stack(self, what: str) -> None:
+        """Check that the Weight is not in a stack, where layers cannot differ.
+
+        Raises:
+            ValueError: the Weight belongs to a layer of a stack.
+        """
+        if self._home is not None:
+            raise ValueError(
+                f"weight '{self.name}' belongs to a LayerStack and cannot have {what} of its own: "
+                "layers.unstack() first"
+            )
 
     @property
     def name(self) -> str:
         """The full name from the latest state dict; before that, the local name."""
-        return self._full_name or self._local_name
+        return self._full_name or self.spec.local_name
 
     @name.setter
     def name(self, name: str) -> None:
-        self.stored.refuse_in_stack("a name")
-        self._local_name, self._full_name, self._renamed = name, None, True
-        structure_changed()
+        self.declare("a name", local_name=name)
+        self._full_name, self._renamed = None, True
+
+    def finalise(self, name: str) -> None:
+        """Record the full name. The state dict of a child does not shorten a name from that of its parent."""
+        known = self._full_name
+        if known is None or not known.endswith(f".{name}"):
+            self._full_name, self._renamed = name, False
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether ``name`` was set after the latest state dict, if there was one."""
+        return self._renamed and self._home is None
 
     @property
     def dtype(self) -> DType:
         """The element type: the value's, or the declared one while there is none."""
-        dtype = getattr(self._leaf, "dtype", None)
-        if dtype is None or type(self._leaf) is jax.ShapeDtypeStruct:
-            return self._dtype
+        leaf = self.leaf
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or type(leaf) is jax.ShapeDtypeStruct:
+            return self.spec.dtype
         return DType.of(dtype)
 
     @property
     def shape(self) -> Shape:
         """The logical shape, a new Shape at each access."""
-        leaf = self._leaf
-        sizes = getattr(leaf, "shape", None)
-        if sizes is None or any(not isinstance(d, StaticDim) for d in self._dims):
-            return Shape(self._dims)
-        if self._layout is not None or isinstance(self._sharding, jax.sharding.NamedSharding):
-            return Shape(self._dims)  # the leaf may be a part, or have another order
+        spec, sizes = self.spec, getattr(self.leaf, "shape", None)
+        if sizes is None or not spec.is_static or spec.spans:
+            return Shape(spec.dims)
+        if spec.layout is not None or isinstance(spec.sharding, jax.sharding.NamedSharding):
+            return Shape(spec.dims)  # the leaf may be a part, or have another order
         return Shape(sizes)
 
     @property
@@ -194,20 +211,23 @@ class Weight(OfWeight, Methods):
             >>> w.shape, w.logical_shape
             ([Dim(4), Dim(144)], [Dim(4), Dim(256)])
         """
-        shape, encoding = Shape(self._dims), self.stored.packing
-        if encoding is None:
-            return self.shape
-        return Shape(encoding.logical_shape([*shape[:-1], int(shape[-1])]))  # type: ignore[list-item]
+        return self.shape if self.spec.packing is None else self.spec.logical_shape
 
     @property
     def rank(self) -> int:
         """The number of axes."""
-        return len(self._dims) if self._layout else getattr(self._leaf, "ndim", len(self._dims))
+        spec = self.spec
+        return len(spec.dims) if spec.layout else getattr(self.leaf, "ndim", len(spec.dims))
 
     @property
     def device(self) -> DeviceRef:
         """The device it was declared on."""
-        return self._device
+        return self.spec.device
+
+    @property
+    def type(self) -> TensorType:
+        """The dtype, shape and device."""
+        return TensorType(self.dtype, self.shape, self.device)
 
     @property
     def original_dtype_and_shape(self) -> tuple[DType, Shape]:
@@ -221,41 +241,37 @@ class Weight(OfWeight, Methods):
     @property
     def quantization_encoding(self) -> QuantizationEncoding | None:
         """The block format of quantised bytes, or None."""
-        return self._quantization_encoding
+        return self.spec.encoding
 
     @quantization_encoding.setter
     def quantization_encoding(self, encoding: QuantizationEncoding | None) -> None:
-        self.stored.refuse_in_stack("an encoding")
-        self._quantization_encoding = encoding
-        structure_changed()
+        self.declare("an encoding", encoding=encoding)
 
     @property
     def activations(self) -> str:
         """The form in which CPU kernels use the activations beside a quantised weight: "int8" or "float"."""
-        return self._activations
+        return self.spec.activations
 
     @property
     def align(self) -> int | None:
         """Alignment in bytes required of loaded values; None means the dtype's own."""
-        return self._align
+        return self.spec.align
 
     @align.setter
     def align(self, align: int | None) -> None:
-        self.stored.refuse_in_stack("an alignment")
-        self._align = align
-        structure_changed()
+        self.declare("an alignment", align=align)
+
+    # -- sharding
 
     @property
     def sharding_strategy(self) -> Any:
         """How the Weight is split over devices, or None. Setting it declares the CPU as device, as in MAX."""
-        return self._sharding_strategy
+        return self.spec.strategy
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: Any) -> None:
-        self.stored.refuse_in_stack("a strategy")
-        self._sharding_strategy = checked(strategy)
-        self._device = DeviceRef.CPU()
-        structure_changed()
+        self.refuse_in_stack("a strategy")
+        self._change_spec(strategy=checked_strategy(strategy), device=DeviceRef.CPU())
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
         """One Weight for each device: views of the parts that the sharding strategy defines.
@@ -284,9 +300,104 @@ class Weight(OfWeight, Methods):
         return [Shard(self, i, device) for i, device in enumerate(devices)]
 
     @property
+    def shard_idx(self) -> int | None:
+        """The number of the part, if this Weight is a part of another one."""
+        return self.spec.shard_idx
+
+    @property
     def sharding(self) -> Any:
         """The jax Sharding that ``Module.to`` set; None if the array lies where JAX or ``device_put`` put it."""
-        return self._sharding if self._home is None else self._home[0].template._sharding
+        return self.spec.sharding
+
+    def moved(
+        self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
+    ) -> Any:
+        """Return the value converted to another Sharding; None if there is no value or a stack holds it.
+
+        Args:
+            split: mesh axes that the Weights of a stack are distributed over; () for a single Weight.
+        """
+        if self._home is not None or self.is_lazy:
+            return None
+        return relaid(self._leaf, sharding, self.spec.layout, layout, name)
+
+    def settle(
+        self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any, split: tuple[str, ...] = ()
+    ) -> None:  # fmt: skip
+        """Adopt a new sharding, with the result of :meth:`moved` for it."""
+        self._change_spec(sharding=sharding, why=why, layout=layout, split=split)
+        self._settled(moved)
+
+    def _settled(self, moved: Any) -> None:
+        self.put(self.spec.blank() if moved is None else moved)
+
+    # -- the leaf
+
+    @property
+    def leaf(self) -> Any:
+        """The leaf in a pytree: an array, a placeholder, or a slice of a stack."""
+        home = self._home
+        return self._leaf if home is None else home[0].leaf_of(home[1])
+
+    def put(self, leaf: Any) -> None:
+        """Set the leaf itself."""
+        if self._home is None:
+            self._leaf = leaf
+            values_changed()  # Modules cache the lists of their leaves
+        else:
+            self._home[0].put_many({self._home[1]: leaf})
+
+    @property
+    def home(self) -> tuple[Any, int] | None:
+        """The StackedWeight of which it is a view, and its number there; otherwise None."""
+        return self._home
+
+    @property
+    def weights(self) -> list[Weight]:
+        """The Weights whose values the leaf holds: of a stack, those of its layers."""
+        return [self]
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether there is no value yet; there may be data to read it from."""
+        return not is_value(self.leaf)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is neither a value nor checkpoint data to read."""
+        return self.source is None and self.is_lazy
+
+    def redeclare(self, dtype: DType, dims: Iterable[Any], encoding: Any) -> None:
+        """Set dtype, shape and encoding, of all Weights if it is a stack, and drop the value."""
+        self.declare(
+            "another shape or dtype", dtype=dtype, dims=tuple(Shape(dims)), encoding=encoding
+        )
+        self.put(self.spec.blank())
+
+    def adopt_declaration(
+        self,
+        dtype: DType,
+        dims: tuple[Any, ...],
+        encoding: QuantizationEncoding | None,
+        align: int | None,
+        original: tuple[DType, Shape] | None,
+        loaded_shape: tuple[int, ...] | None,
+    ) -> None:
+        """Take over the declaration of a loaded value; :meth:`put` stores the value itself."""
+        self._change_spec(dtype=dtype, dims=dims, encoding=encoding, align=align)
+        self._original = original or self._original
+        self.loaded_shape, self.source = loaded_shape, None
+
+    def to_file(self, value: Any) -> Any:
+        """Return a value in the form and shape of the file's tensor that it was loaded from."""
+        form, shape = self.spec.form, self.loaded_shape
+        if form is not None and form.elementwise:
+            return form.to_file(value)
+        if form is not None and not isinstance(value, Tracer):
+            # It is never split: each device has all of it.
+            parts = getattr(value, "addressable_shards", ())
+            return form.to_file(np.asarray(parts[0].data if parts else value))
+        return value if shape is None else value.reshape(shape)
 
     # -- the value
 
@@ -294,16 +405,25 @@ class Weight(OfWeight, Methods):
     def value(self) -> Any:
         """The array, or None while the weight is lazy; inside a Graph, its tracer."""
         tracer = standing_for(self)
-        return self.stored.value if tracer is None else self.stored.logical(tracer)
+        return self.stored_value() if tracer is None else self.spec.logical(tracer)
+
+    def stored_value(self) -> Any:
+        """Return the array in logical order, None while it is lazy; also inside a Graph."""
+        leaf = self.leaf
+        if type(leaf) is StackSlice:
+            leaf = leaf.__jax_array__()
+        return None if type(leaf) is jax.ShapeDtypeStruct else self.spec.logical(leaf)
 
     @value.setter
     def value(self, value: Any) -> None:
         if value is None:
-            self._put(self.stored.blank())
+            self.put(self.spec.blank())
         elif type(value) is jax.ShapeDtypeStruct:
-            self.stored.refuse_in_stack("another shape or dtype")
-            self._sharding, self._layout = value.sharding, None
-            self.stored.declare(DType.of(value.dtype), tuple(Shape(value.shape)))
+            self.declare(
+                "another shape or dtype", dtype=DType.of(value.dtype), dims=tuple(Shape(value.shape)),
+                sharding=value.sharding, layout=None,
+            )  # fmt: skip
+            self.put(self.spec.blank())
         elif isinstance(value, jax.Array):
             RUNNING.warn_of_lost(self, value)
             self._set(value)
@@ -321,32 +441,151 @@ class Weight(OfWeight, Methods):
             )
 
     def _set(self, value: Any) -> None:
-        shape = tuple(value.shape)
-        declared = tuple(int(d) if isinstance(d, StaticDim) else str(d) for d in self._dims)
-        known = [d if isinstance(d, int) else n for d, n in zip(declared, shape, strict=False)]
-        if len(shape) != len(declared) or list(shape) != known:
+        spec, shape = self.spec, tuple(value.shape)
+        known = [n if type(d) is str else d for d, n in zip(spec.sizes, shape, strict=False)]
+        if len(shape) != len(spec.sizes) or list(shape) != known:
             raise ValueError(
-                f"the value of weight '{self.name}' must have shape {declared}, not {shape}"
+                f"the value of weight '{self.name}' must have shape {spec.sizes}, not {shape}"
             )
         dtype = DType.of(value.dtype)
-        other = jax.dtypes.canonicalize_dtype(self._dtype.np) != dtype.np
+        other = jax.dtypes.canonicalize_dtype(spec.dtype.np) != dtype.np
         if other:
-            self.stored.refuse_in_stack("another dtype")
-        if self._sharding is not None:
+            self.refuse_in_stack("another dtype")
+        if spec.sharding is not None:
             with outside_traces(value):
-                value = self.stored.to_leaf(value)
-        self._put(value)
-        self._loaded_shape = None
+                value = self.to_leaf(value)
+        self.put(value)
+        self.loaded_shape = None
         if other:
-            self._dtype = dtype
-            structure_changed()
+            self._change_spec(dtype=dtype)
 
-    def _as_array(self) -> jax.Array:
-        stored = self.stored
-        return stored.logical(stored.used())
+    def to_leaf(self, value: Any) -> Any:
+        """Return a value in logical order, converted to the stored order and put on its sharding."""
+        if self.spec.layout is not None and getattr(value, "is_fully_addressable", False):
+            value = np.asarray(value)
+        return put(self.spec.arranged(value), self.spec.leaf_sharding, self.name)
+
+    def read(self) -> jax.Array:
+        """Read the data that this weight was allocated from, which becomes its value."""
+        # A copy: JAX on a CPU would share memory the user can write to.
+        host = fitting(np.array(self.source))
+        with jax.ensure_compile_time_eval():
+            value = self.to_leaf(host)
+            self.put(value)
+        self.source = None
+        return value
+
+    def array(self) -> Any:
+        """Return the stored array, read now if necessary; inside a Graph, its tracer."""
+        tracer = standing_for(self)
+        if tracer is not None:
+            return tracer
+        leaf = self.leaf
+        if not is_value(leaf):
+            if self.source is None:
+                raise ValueError(self._no_value())
+            leaf = self.read()
+        return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
+
+    def used(self, gathered: bool = True) -> Any:
+        """Return the stored array in a form that operations can use; see ``placement/arrays.py``.
+
+        Args:
+            gathered: whether a weight that is split over ``fsdp`` is gathered.
+        """
+        spec, array = self.spec, self.array()
+        if spec.sharding is None:
+            return array
+        return as_used(array, spec.leaf_shape, spec.leaf_sharding, gathered)
+
+    def operand(self, gathered: bool = True) -> Any:
+        """Return the operand for ``kernels.matmul``: quantised weights and slices of stacks stay as they are.
+
+        Args:
+            gathered: whether a weight that is split over ``fsdp`` is gathered.
+        """
+        leaf, spec = self.leaf, self.spec
+        if isinstance(leaf, jax.Array) and spec.is_plain and not RUNNING.graphs:
+            return leaf
+        operand = leaf if gathered and self._is_in_place(leaf) else self._as_array(gathered)
+        if spec.packing is None:
+            return operand
+        return QuantArray(operand, spec.packing.value, spec.activations)
 
     def __kernel_operand__(self) -> Any:
-        return self.stored.operand()
+        return self.operand()
+
+    def _is_in_place(self, leaf: Any) -> bool:
+        """Whether a kernel can read the leaf where it lies in a stack."""
+        spec = self.spec
+        if (
+            type(leaf) is not StackSlice
+            or spec.layout is not None
+            or standing_for(self) is not None
+        ):
+            return False
+        return spec.sharding is None or is_usable_in_place(
+            leaf, spec.leaf_shape, spec.leaf_sharding
+        )
+
+    def no_value(self, name: str, advice: str) -> str:
+        """Return the message of an error for a weight without a value.
+
+        A weight that has not even a placeholder, of a shape that is known, is one that ``maxjax.partition`` left out.
+
+        Args:
+            name: name of the weight.
+            advice: the message for a weight that ``maxjax.partition`` has not left out, after the name.
+        """
+        if self.leaf is None and self.spec.is_static:
+            advice = (
+                "has no value here: it is in the other half that maxjax.partition returned. "
+                "maxjax.merge(first, second) returns a model with both"
+            )
+        return f"weight '{name}' {advice}"
+
+    def _no_value(self) -> str:
+        return self.no_value(
+            RUNNING.name_of(self),
+            "has no value: load one with load_state_dict(), make one with maxjax.init(), "
+            "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)",
+        )
+
+    # -- as an array: the operators and methods of jax.Array, or of MAX's values where they are wanted (kind.py)
+
+    def _as_array(self, gathered: bool = True) -> jax.Array:
+        return self.spec.logical(self.used(gathered))
+
+    def __jax_array__(self) -> jax.Array:
+        return self._as_array()
+
+    @property
+    def _wraps(self) -> bool:
+        """Whether results are TensorValues if no other operand decides."""
+        return KIND.values
+
+    def _result(self, array: Any) -> Any:
+        return to_value(array) if KIND.values else array
+
+    @staticmethod
+    def _binary(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        if KIND.values:
+            return function(*(to_value(x) if isinstance(x, Weight) else x for x in (a, b)))
+        if not (isinstance(a, _OPERANDS) and isinstance(b, _OPERANDS)):
+            return NotImplemented
+        return function(*(x._as_array() if isinstance(x, Weight) else x for x in (a, b)))
+
+    @staticmethod
+    def _matmul(a: Any, b: Any) -> Any:
+        return Weight._binary(operator.matmul, a, b)
+
+    def _unary(self, function: Callable[[Any], Any]) -> Any:
+        return self._result(function(self._as_array()))
+
+    @property
+    def tensor(self) -> Weight:
+        """This Weight itself: in MAX it is a TensorValue."""
+        return self
 
     @property
     def T(self) -> Any:
@@ -354,10 +593,61 @@ class Weight(OfWeight, Methods):
 
         Where Weights give TensorValues it is a TensorValue, with the last two axes swapped.
         """
-        array = self._as_array()
+        self.array()  # raises if there is no value
         if not KIND.values:
             return WeightTranspose(self)
-        return TransposedValue(self) if array.ndim == 2 else TensorValue(array).T
+        return value_class().transposed(self) if self.rank == 2 else to_value(self).T
+
+    def transpose(self, *axes: Any) -> Any:
+        """With two axes, both swapped, as in MAX; otherwise ``jax.Array.transpose``.
+
+        Raises:
+            IndexError: there is no such axis.
+        """
+        if KIND.values or (len(axes) == 2 and self.rank >= 2):
+            return super().transpose(*axes)
+        return self._as_array().transpose(*axes)
+
+    def __getattr__(self, name: str) -> Any:
+        """A method of jax.Array, or of MAX's TensorValue where it is wanted or jax.Array has none."""
+        if name in _METHODS and not KIND.values:
+            return getattr(self._as_array(), name)
+        if name in _METHODS or name in _MAX_METHODS:
+            return getattr(to_value(self), name)
+        raise AttributeError(f"'Weight' object has no attribute '{name}'", name=name, obj=self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, also while there is no value."""
+        return self.size * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.size_in_bytes
+
+    def __len__(self) -> int:
+        """The size of the first axis, also while there is no value.
+
+        Raises:
+            TypeError: there is no axis, or its size is not known.
+        """
+        if not self.rank:
+            raise TypeError("len() of a weight without axes")
+        return int(self.shape[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        if KIND.values:
+            return to_value(self)[key]
+        array = self._as_array()
+        check_indices(key if isinstance(key, tuple) else (key,), array.shape)
+        try:
+            return array[key]
+        except Exception as error:
+            if type(error).__name__ != "ShardingTypeError":
+                raise
+        # JAX cannot slice a sharded axis of an array with Explicit axes, so it is replicated first.
+        return explicit.automatic(lambda a: a[key], explicit.mesh_of(array), [])(array)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Raises TypeError: JAX's arrays cannot be changed in place."""
@@ -366,25 +656,12 @@ class Weight(OfWeight, Methods):
             "weight.value = weight.value.at[0].set(1)"
         )
 
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return super().__getitem__(key)
-        except Exception as error:
-            if type(error).__name__ != "ShardingTypeError":
-                raise
-        # JAX cannot slice a sharded axis of an array with Explicit axes, so it is replicated first.
-        array = self._as_array()
-        cut = explicit.automatic(lambda a: unwrap(TensorValue(a)[key]), explicit.mesh_of(array), [])
-        return self._result(cut(array))
-
-    # -- Python's protocols
-
     def __eq__(self, other: Any) -> Any:
         if isinstance(other, Weight):
             return self is other
         if isinstance(other, (jax.Array, np.ndarray, np.generic, int, float, complex)):
             if KIND.values:
-                return super().__eq__(other)
+                return to_value(self) == other
             return self._as_array() == jnp.asarray(other)
         return NotImplemented
 
@@ -400,34 +677,98 @@ class Weight(OfWeight, Methods):
     def __bool__(self) -> bool:
         return True
 
+    # -- copies
+
+    def like(self, leaf: Any, name: str | None = None) -> Weight:
+        """Return a Weight of the same declaration around ``leaf``, which is not inspected."""
+        spec = self.spec
+        new = object.__new__(spec.kind)
+        vars(new).update(
+            vars(self), _spec=spec, _leaf=leaf, _home=None, _full_name=name, loaded_shape=None, source=None
+        )  # fmt: skip
+        return new
+
     def __getstate__(self) -> dict[str, Any]:
         """The state without the sharding, which belongs to the devices of this process."""
-        if self._sharding is None:
+        if self._home is not None or self._spec.sharding is None:
             return dict(vars(self))
-        free = object.__new__(type(self))
-        free.__dict__.update(vars(self), _sharding=None, _layout=None, _why="")
-        if self._home is None:
-            free.__dict__["_own"] = (
-                free.stored.blank() if self.stored.is_lazy else self.stored.logical(self._own)
-            )
-        return vars(free)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
-        new = memo[id(self)] = object.__new__(type(self))
-        new.__setstate__(copied(vars(self), _SHARED, memo, self._leaf))
-        return new
+        free = self._spec.unplaced()
+        leaf = free.blank() if self.is_lazy else self._spec.logical(self._leaf)
+        return {**vars(self), "_spec": free, "_leaf": leaf}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._home is not None:
-            self._home[0]._views.setdefault(self._home[1], self)
+            stack, number = self._home
+            views = vars(stack).setdefault("_views", weakref.WeakValueDictionary())
+            views.setdefault((number, bool(self.spec.spans)), self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
+        new = memo[id(self)] = object.__new__(type(self))
+        state = {k: v for k, v in vars(self).items() if k != "_views"}
+        with outside_traces(self.leaf, *state.get("_parts", {}).values()):
+            state = {
+                k: v if k in _SHARED or type(v) is jax.ShapeDtypeStruct else copy.deepcopy(v, memo)
+                for k, v in state.items()
+            }
+        new.__setstate__(state)
+        return new
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        register(cls)
+        _register(cls)
 
 
-register(Weight)
+# Attributes that a copy shares with the Weight. (The shardings of placeholders cannot be copied.)
+_SHARED = ("_spec", "source")
+_OPERANDS = (Weight, jax.Array, np.ndarray, np.generic, StaticDim, int, float, complex)
+# Methods of jax.Array that MAX's values also have, and compute differently.
+_METHODS = frozenset({"max", "min", "mean", "var", "argmax", "squeeze"})
+_MAX_METHODS = frozenset(
+    "cast permute broadcast_to unsqueeze rebind to print to_numpy stdev".split()
+)
+
+
+# --- as a pytree of one leaf ---------------------------------------------------------------------
+
+
+class _Definition:
+    """The treedef data of a Weight alone: equal if everything except value and full name is.
+
+    It includes whether operators return arrays or TensorValues, so that these never share a trace.
+    """
+
+    __slots__ = ("key", "weight")
+
+    def __init__(self, weight: Weight):
+        self.key = (KIND.values, weight.spec)
+        # A copy without its value: a treedef must not keep arrays alive.
+        self.weight = weight.like(None, weight._full_name)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Definition) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Weight({self.weight.spec.local_name})"
+
+
+def _register(cls: type) -> None:
+    def flatten_with_keys(w: Any):
+        return ((jax.tree_util.GetAttrKey("value"), leaf_for_jax(w)),), _Definition(w)
+
+    def flatten(w: Any):
+        return (leaf_for_jax(w),), _Definition(w)
+
+    def unflatten(definition: _Definition, leaves: Any) -> Any:
+        return definition.weight.like(leaves[0], definition.weight._full_name)
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+
+
+_register(Weight)
 
 
 class Shard(Weight):
@@ -439,53 +780,54 @@ class Shard(Weight):
     """
 
     def __init__(self, host: Weight, i: int, device: DeviceRef):
-        strategy, self.host = host.sharding_strategy, host
-        sizes = tuple(int(d) if isinstance(d, StaticDim) else d for d in host.shape)
-        shape = shard_shape(with_values(strategy), sizes, i, host.dtype.np)
+        strategy = host.sharding_strategy
+        shape = shard_shape(with_values(strategy), host.spec.sizes, i, host.dtype.np)
         super().__init__(f"{host.name}[{i}]", host.dtype, shape, device,
                          host.quantization_encoding, host.align, strategy)  # fmt: skip
-        self.shard_idx = i
+        # Alone, as a leaf of a pytree, a shard becomes a plain Weight of the part.
+        self._spec = replace(self._spec, kind=Weight, shard_idx=i)
+        self.host = host
 
     def of(self, host: Weight | None) -> Shard:
-        """The same part of another Weight."""
+        """Return the same part of another Weight."""
         new = object.__new__(Shard)
         vars(new).update(vars(self), host=host)
         return new
 
     @property
-    def _leaf(self) -> Any:
-        return self._own if self.host.stored.is_missing else self._as_array()
+    def leaf(self) -> Any:
+        """The part of the value; its placeholder while there is none."""
+        return self._leaf if self.host.is_missing else self._as_array()
 
     @property
     def shape(self) -> Any:
         """The shape of the part."""
-        return Shape(self._dims)
+        return Shape(self.spec.dims)
 
     @property
     def rank(self) -> int:
         """The number of axes."""
-        return len(self._dims)
+        return len(self.spec.dims)
 
     @property
     def dtype(self) -> Any:
         """The element type, that of the host."""
         return self.host.dtype
 
-    def _as_array(self) -> jax.Array:
-        part = with_values(self._sharding_strategy)(self.host._as_array(), self.shard_idx)
+    def _as_array(self, gathered: bool = True) -> jax.Array:
+        part = with_values(self.sharding_strategy)(self.host._as_array(), self.shard_idx)
         return on_device(part, self.device)
 
-    def _put(self, leaf: Any) -> None:
-        if self.shard_idx is None:  # the placeholder from its construction
-            self._own = leaf
-        else:
-            self._refuse()
+    def put(self, leaf: Any) -> NoReturn:
+        """Raises an error: a shard has no value of its own.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"weight '{self.name}' is a shard: set the value of '{self.host.name}'")
 
     def _set(self, value: Any) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise ValueError(f"weight '{self.name}' is a shard: set the value of '{self.host.name}'")
+        self.put(value)
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
         """Raises an error: a shard cannot be split again.
@@ -495,7 +837,59 @@ class Shard(Weight):
         """
         raise ValueError(f"Weight '{self.name}' was already sharded. Use __getitem__ instead.")
 
-    @property
-    def _plain(self) -> tuple[type[Weight], dict[str, Any]]:
-        # Alone, as a leaf of a pytree, a shard becomes a plain Weight of the part.
-        return Weight, {name: value for name, value in vars(self).items() if name != "host"}
+    def like(self, leaf: Any, name: str | None = None) -> Weight:
+        """Return a plain Weight of the part."""
+        new = super().like(leaf, name)
+        del vars(new)["host"]
+        return new
+
+
+def with_values(strategy: ShardingStrategy) -> Any:
+    """The strategy; if its rule is a user's function, one that passes it a TensorValue, as MAX does.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> strategy = ShardingStrategy(2, lambda weight, i, n: weight.permute([1, 0])[i])
+        >>> with_values(strategy)(jnp.ones((3, 2)), 0).shape
+        (3,)
+    """
+    rule = strategy.shard
+    if isinstance(rule, Split):
+        return strategy
+    return ShardingStrategy(
+        strategy.num_devices, lambda array, i, n: jnp.asarray(rule(to_value(array), i, n))
+    )
+
+
+# --- in traces and in Graphs --------------------------------------------------------------------
+
+
+def outside_traces(*leaves: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which arrays that are computed from leaves belong to no running trace, unless a leaf is traced."""
+    is_traced = any(isinstance(stack_of(leaf), Tracer) for leaf in leaves)
+    return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
+
+
+def standing_for(weight: Weight) -> Any:
+    """Return the tracer of a Weight in the Graph being built; None outside of a Graph."""
+    graphs = RUNNING.graphs
+    if not graphs:
+        return None
+    home = weight.home
+    if home is not None and RUNNING.is_below(home[0]):
+        stack = standing_for(home[0])
+        levels = len(weight.spec.spans)
+        return None if stack is None else home[0].cut(stack, home[1], levels).__jax_array__()
+    return None if isinstance(stack_of(weight.leaf), Tracer) else graphs[-1].argument(weight)
+
+
+def leaf_for_jax(weight: Weight) -> Any:
+    """Return the leaf of a Weight as a pytree; in a Graph being built, what stands for it there.
+
+    So ``jnp.exp(weight)`` in a Graph reads the value that the program is called with.
+    """
+    if not RUNNING.graphs:
+        return weight.leaf
+    with RUNNING.graphs[-1].taking_leaves():
+        standing = standing_for(weight)
+    return weight.leaf if standing is None else standing

@@ -322,7 +322,7 @@ class FileWeights(Rendered):
             self.name, data.dtype, data.shape if data.is_packed else shape, device or DeviceRef.CPU(),
             data.quantization_encoding, align=self._alignment,
         )  # fmt: skip
-        weight.stored.source = data
+        weight.source = data
         self._family.allocated[self.name] = data
         return weight
 
@@ -468,7 +468,7 @@ class SafetensorWeights(FileWeights):
         del dtype
         data = _Bytes(self.data())
         weight = Weight(self.name, DType.uint8, data.shape, DeviceRef.CPU())
-        weight.stored.source = self._family.allocated[self.name] = data
+        weight.source = self._family.allocated[self.name] = data
         return weight
 
 

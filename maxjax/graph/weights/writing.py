@@ -22,7 +22,7 @@ from ...storage.files import aligned_empty
 from ...storage.parts import Part
 from ...storage.save.outgoing import Outgoing, nibbles, pieces
 from ..placement.device_major import DeviceMajor
-from ..weight.stored import FileForm
+from ..weight.spec import FileForm
 from ..weight.weight import Weight
 from .device_reads import box_of, is_host
 from .gathering import Gathering, can_gather
@@ -100,22 +100,22 @@ def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -
         NotImplementedError: a part of it is on devices of another process, and there is no way to
             gather it.
     """
-    source = weight.stored.source
-    if weight.stored.is_lazy and isinstance(source, WeightData):
+    source = weight.source
+    if weight.is_lazy and isinstance(source, WeightData):
         return source
-    if weight.stored.is_lazy:
+    if weight.is_lazy:
         advice = "has no value: load a checkpoint, or call maxjax.init()"
-        raise ValueError(weight.stored.no_value(name, advice))
+        raise ValueError(weight.no_value(name, advice))
     values = _source_of(weight, gathering)
     if values is None:
         raise NotImplementedError(
             f"weight '{name}' is on devices of several processes: save it with "
             "maxjax.save_pretrained or maxjax.checkpoint.save"
         )
-    encoding, form = weight.quantization_encoding, weight.stored.form
+    encoding, form = weight.quantization_encoding, weight.spec.form
     if form is not None and form.elementwise:
         values = _FiledSource(values, form)
-    dtype, declared = DType.of(values.dtype_and_shape(name)[0]), weight.stored.dtype
+    dtype, declared = DType.of(values.dtype_and_shape(name)[0]), weight.spec.dtype
     data = WeightData.lazy(values, name, dtype, values.shape, encoding)
     # JAX holds integers of 64 bits in 32; a file has them as they were declared.
     narrowed = declared.is_integral() and jax.dtypes.canonicalize_dtype(declared.np) == dtype.np
@@ -125,20 +125,19 @@ def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -
 def _source_of(
     weight: Weight, gathering: Gathering | None
 ) -> _WeightSource | _GatheredSource | None:
-    stored = weight.stored
-    if stored.form is not None and not stored.form.elementwise:
-        array = stored.filed(stored.value)
+    if weight.spec.form is not None and not weight.spec.form.elementwise:
+        array = weight.to_file(weight.stored_value())
         return _WeightSource(array, (), array.shape)
-    shape = stored.loaded_shape or tuple(int(size) for size in weight.shape)
-    home, array, index = stored.home, stored.leaf, ()
+    shape = weight.loaded_shape or tuple(int(size) for size in weight.shape)
+    home, array, index = weight.home, weight.leaf, ()
     if home is not None and home[0].is_whole:
-        array, index = home[0].leaf, home[0].index(home[1])
+        array, index = home[0].leaf, home[0].spec.index(home[1])
     if not getattr(array, "is_fully_addressable", True) and not _is_complete(array, index):
         if gathering is None or not can_gather(array):
             return None
-        return _GatheredSource(gathering, array, index, stored.layout, shape)
-    if stored.layout is not None:
-        array, index = stored.value, ()
+        return _GatheredSource(gathering, array, index, weight.spec.layout, shape)
+    if weight.spec.layout is not None:
+        array, index = weight.stored_value(), ()
     return _WeightSource(array, index, shape)
 
 

@@ -155,7 +155,7 @@ def _parts(model: Module) -> tuple[list[str], list[Any], list[Any]]:
 
 
 def _encoding(weight: Any) -> str | None:
-    encoding = weight.stored.encoding
+    encoding = weight.spec.encoding
     return None if encoding is None else encoding.value
 
 

@@ -64,5 +64,5 @@ def expand_values(y: jax.Array, kv_b_proj: Linear, width: int) -> jax.Array:
 def _weight(layer: Linear) -> Any:
     """The weight of a linear layer as an operand of kernels, with the layer's low-rank update if it has one."""
     weight: Any = layer.weight
-    operand = weight.stored.operand() if isinstance(weight, Weight) else weight
+    operand = weight.operand() if isinstance(weight, Weight) else weight
     return layer.updated_weight(operand, "latent attention")

@@ -345,7 +345,7 @@ class AttentionWithRope(Module):
         return [self.q_norm(q), self.k_norm(k), v] if self.use_qk_norm else [q, k, v]
 
     def _split_qkv(self, x: Any) -> list[jax.Array]:
-        if not self.qkv_proj.stacked or self.qkv_proj.weight.stored.layout is not None:
+        if not self.qkv_proj.stacked or self.qkv_proj.weight.spec.layout is not None:
             return self.qkv_proj.apart(x)
         # The stacked weight is replicated, but heads may be split: keep XLA from splitting its result too.
         return [replicate_last_axis(part, self.o_proj.weight) for part in self.qkv_proj.apart(x)]

@@ -118,7 +118,7 @@ def _without_values(module: Any, error: str) -> str:
     names = [
         name
         for name, weight in zip(definition.names, weights, strict=True)
-        if is_blank(weight.stored.leaf)
+        if is_blank(weight.leaf)
     ]
     if not names:
         return ""

@@ -64,7 +64,7 @@ def _weights(cache: Cache) -> dict[str, Any]:
     return {
         name: weight
         for full, holder in zip(cache.definition.names, cache.weights, strict=True)
-        for name, weight in zip(holder.stored.names(full), holder.stored.weights, strict=True)
+        for name, weight in zip(holder.spec.names(full), holder.weights, strict=True)
     }
 
 

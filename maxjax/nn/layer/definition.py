@@ -18,8 +18,7 @@ from jax.core import Tracer
 from ...graph.kind import KIND
 from ...graph.weight.epoch import EPOCH, LEAF_CACHES, structure_changed
 from ...graph.weight.running import RUNNING
-from ...graph.weight.stored import around, leaf_for_jax, leaf_of
-from ...graph.weight.weight import Weight
+from ...graph.weight.weight import Weight, leaf_for_jax, leaf_of
 from ...kernels.stack_slice import StackSlice, stack_of
 from ...reloads import code, watch
 from .hooks import token, wrap_edited
@@ -238,7 +237,7 @@ def define(root: Any) -> Cache:
         nodes,
         names,
         owned,
-        tuple(w.stored.static() for w in weights),
+        tuple(w.spec for w in weights),
     )
     marks = tuple(m._mx_marks for m in walk.modules)
     marks = marks if any(marks) else ()
@@ -248,7 +247,7 @@ def define(root: Any) -> Cache:
         definition = Definition()
         definition.key, definition.nodes, definition.names = key, nodes, names
         definition.owned, definition.aliases = owned, aliases
-        definition.weights = tuple(around(w, None, None) for w in weights)
+        definition.weights = tuple(w.like(None) for w in weights)
         definition.stacked, definition.marks = walk.stacked, marks
         definition.changeable = bool(changeable)
         definition.shards = tuple(
@@ -262,7 +261,7 @@ def define(root: Any) -> Cache:
         )
         # Two threads may get here at once: one definition wins.
         definition = _INTERNED.setdefault(key, definition)
-    sliced = any(weight.stored.home is not None for weight in weights)
+    sliced = any(weight.home is not None for weight in weights)
     lists = AssignedLists(walk.modules)
     unread = _unread_of(walk.modules)
     return Cache(epoch, definition, weights, unread, changeable, lists or None, sliced)
@@ -318,7 +317,7 @@ def _part(
     holder = walk.holder(host)
     if id(holder) not in index:
         return attr, index[id(shard)], None, -1
-    return attr, index[id(holder)], walk.number(host, holder), shard.stored.static()
+    return attr, index[id(holder)], walk.number(host, holder), shard.spec
 
 
 def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
@@ -398,7 +397,7 @@ def unflatten(found: Found, leaves: Iterator[Any] | Any) -> Any:
     definition, unread = plain(found), _unread(found)
     memo: dict[int, Any] = {}
     holders = tuple(
-        around(w, leaf, name)
+        w.like(leaf, name)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
     )
     modules = [object.__new__(node.kind) for node in definition.nodes]

@@ -233,12 +233,12 @@ class Module(OfModule, Layer, StateDict, ABC):
 
     def _claim(self, name: str, weight: Weight) -> str:
         """The local name under which ``weight`` is registered when it is assigned to attribute ``name``."""
-        for candidate in (weight.stored.local_name, name):
+        for candidate in (weight.spec.local_name, name):
             holder = self._mx_weights.get(candidate)
             users = [attr for attr, local in self._mx_locals.items() if local == candidate]
             if holder is None or holder is weight or users == [name]:
                 return candidate
-        names = {weight.stored.local_name: None, name: None}
+        names = {weight.spec.local_name: None, name: None}
         raise ValueError(
             f"{type(self).__name__}.{name}: this module already has another weight named "
             f"{' and one named '.join(map(repr, names))}; give the Weight another name"

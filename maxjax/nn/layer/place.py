@@ -23,8 +23,7 @@ from ...graph.placement.split import Placed
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
-from ...graph.weight.stored import outside_traces
-from ...graph.weight.weight import Weight
+from ...graph.weight.weight import Weight, outside_traces
 from ...rendering.row import bytes_text
 from .call_stack import warn
 from .walk import Walk
@@ -77,10 +76,10 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
     # Either all weights are placed or none: a device may run out of memory at any of them.
     moved = []
     for holder, name, sharding, _, layout, split in todo:
-        with outside_traces(holder.stored.leaf):
-            moved.append(holder.stored.moved(sharding, layout, name, split))
+        with outside_traces(holder.leaf):
+            moved.append(holder.moved(sharding, layout, name, split))
     for (holder, _, sharding, why, layout, split), leaf in zip(todo, moved, strict=True):
-        holder.stored.settle(sharding, why, layout, leaf, split)
+        holder.settle(sharding, why, layout, leaf, split)
     structure_changed()
 
 
@@ -93,7 +92,7 @@ def _warn_of_replicated(places: Sequence[LeafPlace], mesh: Mesh) -> None:
     for holder, name, shape, placed in places:
         if placed.undivided and len(shape) > 1:
             over = [axis for entry in (*placed.spec, placed.split) for axis in names_in(entry)]
-            leaf = holder.stored.blank()
+            leaf = holder.spec.blank()
             each = leaf.size * leaf.dtype.itemsize // math.prod(mesh.shape[axis] for axis in over)
             found.append((each, name, shape, placed))
     if not found:
@@ -120,7 +119,7 @@ def _warn_of_replicated(places: Sequence[LeafPlace], mesh: Mesh) -> None:
 
 def _check_alone(module: Any) -> None:
     for holder in module._mx_definition()[1]:
-        holder.stored.refuse_in_stack("a placement")
+        holder.refuse_in_stack("a placement")
 
 
 def _mesh(devices: Sequence[Any], strategy: Any) -> Mesh | None:
@@ -175,14 +174,14 @@ def plan_places(
                 f"weight '{name}' is a shard: place the Weight that it is a part of"
             )
         where = places[id(holder)]
-        stored = holder.stored
-        shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in stored.dims)
-        if not all(isinstance(d, StaticDim) for d in stored.dims):
+        spec = holder.spec
+        shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in spec.dims)
+        if not all(isinstance(d, StaticDim) for d in spec.dims):
             found.append(LeafPlace(holder, name, shape, Placed(PartitionSpec(), UNKNOWN_SIZES)))
             continue
         rule = _rule_for(holder, where, rule_of, strategy, named.get(id(holder)), len(shape))
-        count = stored.lead[-1] if stored.spans else 1
-        placed = place(name, tuple(map(int, stored.logical_shape)), rule, mesh, stored.block, count)
+        count = spec.lead[-1] if spec.spans else 1
+        placed = place(name, tuple(map(int, spec.logical_shape)), rule, mesh, spec.block, count)
         found.append(LeafPlace(holder, name, shape, placed))
     return found
 
@@ -232,7 +231,7 @@ def _named_rules(
     found: dict[int, tuple[Any]] = {}
     for _, holder, _ in leaves:
         for name, _, _ in places.get(id(holder), ()):
-            names = holder.stored.names(name)
+            names = holder.spec.names(name)
             first = by_pattern(rules, names[0])
             for other in names[1:] if numbered else ():
                 if by_pattern(rules, other) != first:

@@ -57,9 +57,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     cache = cache_of(model)
     walk = Walk(model, stacked=True)
     index = {id(holder): i for i, holder in enumerate(cache.weights)}
-    whole = {
-        n: i for i, n in enumerate(cache.definition.names) if len(cache.weights[i].stored.lead)
-    }
+    whole = {n: i for i, n in enumerate(cache.definition.names) if len(cache.weights[i].spec.lead)}
     # All names of tied weights, including those that are not in the state dict.
     weights = {name: weight for name, _, weight, _ in Walk(model).places}
     problems: list[str] = []
@@ -77,7 +75,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
         at = new.setdefault(index[id(holder)], {})
         if place in at or (at and None in (place, *at)):
             problems.append(f"'{at[next(iter(at))][0]}' and '{name}' are the same weight")
-        value, problem = _fitted(name, holder.stored, place is None and name in whole, value)
+        value, problem = _fitted(name, holder, place is None and name in whole, value)
         at[place] = name, value
         problems += [problem] if problem else []
     for i, at in new.items():
@@ -88,7 +86,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
         raise UserInputError(f"replace: {some(problems, 5)}")
     result = list(leaves)
     for i, at in new.items():
-        result[i] = _put(cache.weights[i].stored, leaves[i], at)
+        result[i] = _put(cache.weights[i], leaves[i], at)
     return unflatten(found, result)
 
 
@@ -98,20 +96,20 @@ def _unknown(name: Any, names: list[str], count: int) -> str:
     return f"the model has no weight '{name}'{hint}"
 
 
-def _fitted(name: str, stored: Any, is_whole: bool, value: Any) -> tuple[Any, str | None]:
+def _fitted(name: str, holder: Any, is_whole: bool, value: Any) -> tuple[Any, str | None]:
     """The value as an array in logical order, and a description of the problem with it, or None."""
-    value, packing = unwrap(value), stored.packing
+    value, packing = unwrap(value), holder.spec.packing
     if isinstance(value, QuantArray):
         if packing is None or value.encoding != packing.value:
             return (
                 value,
-                f"'{name}' is {_kind(stored)}, and the value is packed as {value.encoding}",
+                f"'{name}' is {_kind(holder)}, and the value is packed as {value.encoding}",
             )
         value = value.blocks
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return value, f"the value of '{name}' is a {type(value).__name__}, not an array"
-    shape = (*(stored.lead if is_whole else ()), *map(int, stored.dims))
-    dtype = jax.dtypes.canonicalize_dtype(stored.dtype.np)
+    shape = (*(holder.spec.lead if is_whole else ()), *map(int, holder.spec.dims))
+    dtype = jax.dtypes.canonicalize_dtype(holder.spec.dtype.np)
     if tuple(value.shape) == shape and value.dtype == dtype:
         return value, None
     expected, found = f"{dtype}{list(shape)}", f"{value.dtype}{list(value.shape)}"
@@ -120,27 +118,29 @@ def _fitted(name: str, stored: Any, is_whole: bool, value: Any) -> tuple[Any, st
     return value, f"'{name}' is {expected}, and the value {found}"
 
 
-def _kind(stored: Any) -> str:
-    packing = stored.packing
-    return f"packed as {packing.value}" if packing is not None else stored.dtype.name
+def _kind(holder: Any) -> str:
+    packing = holder.spec.packing
+    return f"packed as {packing.value}" if packing is not None else holder.spec.dtype.name
 
 
-def _put(stored: Any, leaf: Any, at: Mapping[int | None, tuple[str, Any]]) -> Any:
+def _put(holder: Any, leaf: Any, at: Mapping[int | None, tuple[str, Any]]) -> Any:
     """The new leaf of a weight or of a stack of weights."""
     if None in at:
         value = jnp.asarray(at[None][1])
-        arrange = stored.arranged
-        for _ in stored.lead:
+        arrange = holder.spec.arranged
+        for _ in holder.spec.lead:
             arrange = jax.vmap(arrange)
-        return put(arrange(value), stored.leaf_sharding)
-    rows = jnp.stack([stored.arranged(jnp.asarray(value)) for _, value in at.values()])
-    places = np.unravel_index(np.array(list(at), np.int32), stored.lead)
+        return put(arrange(value), holder.spec.leaf_sharding)
+    rows = jnp.stack([holder.spec.arranged(jnp.asarray(value)) for _, value in at.values()])
+    places = np.unravel_index(np.array(list(at), np.int32), holder.spec.lead)
     places = tuple(map(np.int32, places))
     mesh = explicit.mesh_of(leaf)
     if mesh is None:
-        return put(jnp.asarray(leaf).at[places].set(rows), stored.leaf_sharding)
+        return put(jnp.asarray(leaf).at[places].set(rows), holder.spec.leaf_sharding)
     # Each row has the sharding of its layer.
-    of_layer = explicit.entries(leaf)[len(stored.lead) :]
-    rows = put(rows, NamedSharding(stored.leaf_sharding.mesh, explicit.spec_of([(), *of_layer])))
+    of_layer = explicit.entries(leaf)[len(holder.spec.lead) :]
+    rows = put(
+        rows, NamedSharding(holder.spec.leaf_sharding.mesh, explicit.spec_of([(), *of_layer]))
+    )
     change = lambda leaf, rows: leaf.at[places].set(rows)
     return explicit.automatic(change, mesh, explicit.entries(leaf))(leaf, rows)

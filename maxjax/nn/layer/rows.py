@@ -130,12 +130,12 @@ class ModuleTree:
             one = weight_row(weight, name, times > 1)
         except Exception as error:
             return Row(name, is_array=True, notes=(f"cannot be shown: {short(error, 60)}",))
-        self._add(one, weight, times if weight.stored.home is not None else 1)
+        self._add(one, weight, times if weight.home is not None else 1)
         return one.row
 
     def _add(self, one: PlacedRow, weight: Any, times: int) -> None:
         row = one.row
-        if weight.stored.home is None:
+        if weight.home is None:
             self._loose = self._loose[0] + row.parameters, self._loose[1] + row.nbytes
         self._weights += times
         self._parameters += times * row.parameters

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from ...errors import CheckpointMismatchError, closest, releasing
 from ...graph.shape import Shape
 from ...graph.weight.stacked import StackedWeight
-from ...graph.weight.stored import outside_traces
-from ...graph.weight.weight import Weight
+from ...graph.weight.weight import Weight, outside_traces
 from ...graph.weights import FileWeights
 from ...graph.weights.same import same_content
 from ...progress import reading, task
@@ -78,17 +77,17 @@ class StateDict:
         """
         values = {}
         for name, weight in self.raw_state_dict().items():
-            if weight.stored.is_lazy and weight.stored.source is not None:
-                weight.stored.read()
-            if weight.stored.is_lazy:
+            if weight.is_lazy and weight.source is not None:
+                weight.read()
+            if weight.is_lazy:
                 if not auto_initialize:
                     advice = "was not initialized: load a state dict, or call maxjax.init()"
-                    raise ValueError(weight.stored.no_value(name, advice))
-                with outside_traces(weight.stored.leaf):
-                    weight.stored.put(_zeros(name, weight))
-            weight.stored.finalise(name)
-            with outside_traces(weight.stored.leaf):
-                values[name] = weight.stored.filed(weight.stored.value)
+                    raise ValueError(weight.no_value(name, advice))
+                with outside_traces(weight.leaf):
+                    weight.put(_zeros(name, weight))
+            weight.finalise(name)
+            with outside_traces(weight.leaf):
+                values[name] = weight.to_file(weight.stored_value())
         return values
 
     def load_state_dict(
@@ -235,14 +234,14 @@ def _error(problems: list[str], state_dict: Any) -> ValueError:
 
 
 def _zeros(name: str, weight: Weight) -> jax.Array:
-    leaf = weight.stored.leaf
+    leaf = weight.leaf
     if leaf is None:
         advice = (
             f"of shape {weight.shape!r} cannot be filled with zeros: "
             "its symbolic dimensions have no size before a value is loaded"
         )
-        raise ValueError(weight.stored.no_value(name, advice))
-    return jnp.zeros(leaf.shape, leaf.dtype, device=weight.stored.leaf_sharding)
+        raise ValueError(weight.no_value(name, advice))
+    return jnp.zeros(leaf.shape, leaf.dtype, device=weight.spec.leaf_sharding)
 
 
 def _load(
@@ -254,18 +253,17 @@ def _load(
         _put_all(single, arrays)
     for one in fits:
         _store(one)
-    for (stack, group), array in zip(stacks, stacked, strict=True):
+    for (stack, _), array in zip(stacks, stacked, strict=True):
         stack.put(array)
-        stack.declare(group[0].weight, stack.sharding, stack.layout)
 
 
 def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
     """Sets the values of single weights, with one update per stack."""
     parts: dict[int, tuple[Any, dict[int, Any]]] = {}
     for one, array in zip(fits, arrays, strict=True):
-        home = one.weight.stored.home
+        home = one.weight.home
         if home is None:
-            one.weight.stored.put(array)
+            one.weight.put(array)
         else:
             parts.setdefault(id(home[0]), (home[0], {}))[1][home[1]] = array
     for stack, leaves in parts.values():
@@ -274,8 +272,10 @@ def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
 
 def _store(one: Fit) -> None:
     """Updates the declaration of the weight from its value."""
-    stored = one.weight.stored
-    stored.take(one.dtype, one.dims, one.encoding, one.align, one.original, one.loaded_shape)
-    stored.finalise(one.name)
-    if one.loaded_shape is not None and stored.form is None:
+    weight = one.weight
+    weight.adopt_declaration(
+        one.dtype, one.dims, one.encoding, one.align, one.original, one.loaded_shape
+    )
+    weight.finalise(one.name)
+    if one.loaded_shape is not None and weight.spec.form is None:
         one.value.shape = Shape(one.dims)  # as in MAX: the metadata describes the loaded weight

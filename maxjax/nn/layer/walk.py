@@ -47,7 +47,7 @@ def check_module(model: Any, function: str, reads: bool = True) -> None:
 def deleted_arrays(model: Any) -> str:
     """What is wrong, if arrays of a Module are deleted; "" if none is."""
     for weight in model._mx_definition()[1]:
-        leaf = weight.stored.leaf
+        leaf = weight.leaf
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             return (
                 f"the arrays of this {type(model).__name__} are deleted, as it was donated to a compiled function "
@@ -166,19 +166,21 @@ class Walk:
         It is the Weight's StackedWeight, or a part of that, if one of them is below the root; otherwise
         it is the Weight itself.
         """
-        home = weight.stored.home
+        home = weight.home
         if home is None:
             return weight
         if id(home[0]) in self.stacks:
             return home[0]
         parts = self._parts.get(id(home[0]), ())
-        return next((part for part in parts if 0 <= home[1] - part.home[1] < part.count), weight)
+        return next(
+            (part for part in parts if 0 <= home[1] - part.home[1] < part.spec.count), weight
+        )
 
     def number(self, weight: Any, holder: Any) -> int | None:
         """The index of a Weight, or of the first Weight of a part, in its holder; None if the holder is ``weight``."""
         if holder is weight:
             return None
-        return weight.stored.home[1] - (0 if holder.home is None else holder.home[1])
+        return weight.home[1] - (0 if holder.home is None else holder.home[1])
 
     def owners(self) -> tuple[dict[int, int], list[tuple[str, Any, bool]], dict[str, str]]:
         """Chooses the owner of each leaf: the first place that is not marked shared, otherwise the first place.
@@ -335,7 +337,7 @@ class _Owners:
     def _add_weight(self, prefix: str, path: str, weight: Weight, within: bool) -> None:
         if not self._has(weight):
             self.placed.add(id(self.walk.holder(weight)))
-            self.walk.place(prefix + weight.stored.local_name, path, weight, False, within)
+            self.walk.place(prefix + weight.spec.local_name, path, weight, False, within)
 
 
 def source_of(item: Any) -> Any:

@@ -146,15 +146,15 @@ class Experts(ExpertStack):
 
     def _stacks(self, what: str) -> list[Any]:
         """The stored stacks of the projections' weights or biases."""
-        return [self.holder(f"{name}.{what}").stored for name in self.names]
+        return [self.holder(f"{name}.{what}") for name in self.names]
 
     def _weights(self) -> Any:
         if self.is_stacked:
             return _operands(self._stacks("weight"), self._stacks("bias") if self.has_bias else [])
         return [
             _operands(
-                [m.weight.stored for m in expert.linears],
-                [m.bias.stored for m in expert.linears] if self.has_bias else [],
+                [m.weight for m in expert.linears],
+                [m.bias for m in expert.linears] if self.has_bias else [],
             )
             for expert in self.layers
         ]
@@ -168,7 +168,7 @@ class Experts(ExpertStack):
             weights, packed = [self._stacks("weight")], False
         else:
             weights = [[m.weight for m in expert.linears] for expert in self.layers]
-            packed = any(w.stored.encoding is not None for each in weights for w in each)
+            packed = any(w.spec.encoding is not None for each in weights for w in each)
         mesh = mesh_of([w.sharding for each in weights for w in each])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None

@@ -344,7 +344,7 @@ def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> ExpertSplit | None:
     found = {
         ExpertSplit(
             tuple(name for name in split_over(weight, axis) if name != fsdp),
-            getattr(weight.stored, "split", ()),
+            weight.spec.split,
         )
         for *inputs, down in experts
         for weight, axis in (*((w, 0) for w in inputs), (down, 1))

@@ -232,7 +232,7 @@ class MoE(Module):
                 tokens = unwrap(self.pre_expert_norm(given(tokens)))
             if plain:
                 expert_weights = [
-                    ExpertWeights(*(w.stored.operand() for w in _weights(e))) for e in self.experts
+                    ExpertWeights(*(w.operand() for w in _weights(e))) for e in self.experts
                 ]
                 y = mixture(tokens, chosen, shares, expert_weights, self._kind)
             elif self._is_derived() or not self._is_default():
@@ -316,7 +316,7 @@ class MoE(Module):
         One all-reduce sums the results of all devices, including the shared expert's.
         """
         definition, holders = self.gate._mx_definition()
-        gate = [holder.stored.used() for holder in holders]
+        gate = [holder.used() for holder in holders]
         shared = [self.shared_experts] if self.has_shared_experts else []
         fused = (
             shared

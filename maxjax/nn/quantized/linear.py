@@ -70,7 +70,7 @@ class QuantizedLinear(LowRank):
             weight = Weight(one.name, dtype_held, one.shape, device)
             form = Bits(one.dtype) if one.has_bits else one.form
             if form is not None:
-                weight.stored.form = form
+                weight.declare("a form in files", form=form)
             setattr(self, one.attribute, weight)
         if has_bias:
             self.bias = Weight("bias", dtype, (layout.out_dim,), device)

@@ -144,7 +144,7 @@ def typed_values() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(5)
     found = {}
     for name, weight in Typed().raw_state_dict().items():
-        shape, dtype = [int(d) for d in weight.shape], weight.stored.dtype.np
+        shape, dtype = [int(d) for d in weight.shape], weight.spec.dtype.np
         data = rng.integers(0, 2 if dtype == np.bool_ else 8, shape).astype(dtype)
         found[name] = data
     found["a"][0, :4] = [np.nan, -np.inf, -0.0, 1e-42]
@@ -219,7 +219,7 @@ def test_arrays_of_a_stack_that_orbax_itself_wrote(tmp_path, stacked):
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stack"])
 def test_the_order_of_the_devices_does_not_show(tmp_path, stacked):
     model = device_major.placed(stacked, model=4)
-    assert any(weight.stored.layout is not None for weight in model.raw_state_dict().values())
+    assert any(weight.spec.layout is not None for weight in model.raw_state_dict().values())
     found = read_by_orbax(save(tmp_path, model, same=model))
     expected = device_major.values()
     assert_same(found["model"], {name: expected[name] for name in found["model"]})
@@ -234,9 +234,7 @@ def test_the_order_of_the_devices_does_not_show(tmp_path, stacked):
 def test_layers_of_a_stack_are_not_copied():
     model = filled(Net(True).to(mesh_of(4), rules=SPLIT))
     (stack,) = {
-        id(w.stored.home[0]): w.stored.home[0]
-        for w in model.raw_state_dict().values()
-        if w.stored.home
+        id(w.home[0]): w.home[0] for w in model.raw_state_dict().values() if w.home
     }.values()
     for i, layer in enumerate(unstacked(stack)):
         for shard, part in zip(

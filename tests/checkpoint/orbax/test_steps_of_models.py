@@ -157,7 +157,7 @@ def test_states_of_optimisers_with_other_shapes_in_device_order(tmp_path):
     layer = nn.AttentionWithRope(
         rope=rope, num_attention_heads=4, num_key_value_heads=2, hidden_size=16, stacked_qkv=True
     ).to(maxjax.make_mesh(model=2))
-    assert layer.qkv_proj.weight.stored.layout is not None
+    assert layer.qkv_proj.weight.spec.layout is not None
     model = maxjax.init(layer, jax.random.key(0))
     state = optax.adafactor(min_dim_size_to_factor=4).init(model)
     check_round_trip(tmp_path, model, state)

@@ -177,7 +177,7 @@ def test_a_layer(path):
 def test_a_loaded_model_makes_the_same_file(net, net_file, path):
     export(net, NET, path)
     assert path.read_bytes() == net_file.read_bytes()
-    assert not any(weight.stored.is_lazy for weight in net.raw_state_dict().values())
+    assert not any(weight.is_lazy for weight in net.raw_state_dict().values())
 
 
 def test_a_stack_is_known_by_its_layers_names(net, net_file, tmp_path):

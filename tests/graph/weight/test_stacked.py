@@ -13,9 +13,8 @@ from maxjax import init
 from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
 from maxjax.graph import DeviceRef, Graph, TensorType, TensorValue, Weight
-from maxjax.graph.weight.span import Span
+from maxjax.graph.weight.spec import Span
 from maxjax.graph.weight.stacked import StackedWeight
-from maxjax.graph.weight.stored import around
 from maxjax.nn import LayerList, Module
 from tests.nn.layer.stack.test_layer_stack import values
 
@@ -113,7 +112,7 @@ def test_dissolved_each_has_its_own():
         s, weights = stack(held)
         s.dissolve()
         for w, value in zip(weights, held, strict=True):
-            assert w.stored.home is None
+            assert w.home is None
             assert w.value is None if value is None else (w.value == value).all()
         weights[0].value = jnp.full(2, 8.0)
         assert weights[1].value is None or (weights[1].value != 8).all()
@@ -121,7 +120,7 @@ def test_dissolved_each_has_its_own():
 
 def test_the_weights_are_the_only_ones():
     s, weights = stack([1, 2, 3])
-    other = around(s, s.leaf, "layers.*.w")
+    other = s.like(s.leaf, "layers.*.w")
     views = [other.view(i) for i in range(3)]
     assert views == [other.view(i) for i in range(3)] and views[0] is not weights[0]
     assert [v.name for v in views] == [f"layers.{i}.w" for i in range(3)]
@@ -129,16 +128,16 @@ def test_the_weights_are_the_only_ones():
     assert (weights[1].value == 2).all() and (views[1].value == 0).all()
 
 
-def test_its_static_part_tells_it_from_others():
+def test_specs_of_different_stacks_differ():
     kinds = [
         stack([1, 2, 3])[0],
         stack([1, 2, 3], span=Span("0:3", 0, 1, 3))[0],
         stack([1, 2, 3], shape=(3,))[0],
         stack([1, 2, 3], dtype="bfloat16")[0],
     ]
-    assert len({s.static() for s in kinds}) == len(kinds)
-    assert kinds[0].static() == stack([None] * 3)[0].static()
-    assert hash(kinds[0].static()) == hash(stack([4, 5, 6])[0].static())
+    assert len({s.spec for s in kinds}) == len(kinds)
+    assert kinds[0].spec == stack([None] * 3)[0].spec
+    assert hash(kinds[0].spec) == hash(stack([4, 5, 6])[0].spec)
 
 
 @pytest.mark.parametrize("held", [[1, 2, 3], [1, None, 3], [None] * 3])

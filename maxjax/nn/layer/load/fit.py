@@ -74,7 +74,7 @@ def _new(name: str, weight: Weight, value: Any, dims: Sequence[Any]) -> Fit:
         name,
         weight,
         value,
-        weight.stored.dtype,
+        weight.spec.dtype,
         tuple(dims),
         weight.quantization_encoding,
         weight.align,
@@ -82,18 +82,18 @@ def _new(name: str, weight: Weight, value: Any, dims: Sequence[Any]) -> Fit:
 
 
 def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fit | str:
-    fitted = _new(name, weight, data, weight.stored.dims)
-    shape, declared = tuple(data.shape), weight.stored.dims
+    fitted = _new(name, weight, data, weight.spec.dims)
+    shape, declared = tuple(data.shape), weight.spec.dims
     if weight.quantization_encoding is QuantizationEncoding.GPTQ and data.dtype is not DType.uint8:
         if not shape:
             return differs(name, f"shape rank (expected={len(declared)}, actual=0).")
         fitted.original = (data.dtype, Shape(shape))
         shape = (*shape[:-1], Dim(int(shape[-1]) * data.dtype.size_in_bytes))
         fitted.as_bytes = True
-        if weight.stored.dtype is not DType.uint8:
-            return differs(name, _dtypes(DType.uint8, weight.stored.dtype))
-    packed = data.dtype is DType.uint8 and weight.stored.dtype is DType.uint8
-    form = weight.stored.form
+        if weight.spec.dtype is not DType.uint8:
+            return differs(name, _dtypes(DType.uint8, weight.spec.dtype))
+    packed = data.dtype is DType.uint8 and weight.spec.dtype is DType.uint8
+    form = weight.spec.form
     if _is_remade(form, data.dtype, tuple(map(int, shape))):
         fitted.loaded_shape = tuple(map(int, shape))
     elif weight.quantization_encoding is not None or packed and form is None:
@@ -140,17 +140,17 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
         dtype = dtype_of(value)
     except (TypeError, ValueError, KeyError):
         return f"The value of weight '{name}' has the dtype {getattr(value, 'dtype', '')}, which maxjax does not have"
-    form, shape = weight.stored.form, tuple(shape_of(value))
+    form, shape = weight.spec.form, tuple(shape_of(value))
     if _is_remade(form, dtype, shape):
-        fitted = _new(name, weight, value, weight.stored.dims)
+        fitted = _new(name, weight, value, weight.spec.dims)
         fitted.loaded_shape = shape
         return fitted
-    problem = _shape_problem(shape, weight.stored.dims)
-    if problem and dtype is not weight.stored.dtype:
-        problem += f" and {_dtypes(weight.stored.dtype, dtype)}"
+    problem = _shape_problem(shape, weight.spec.dims)
+    if problem and dtype is not weight.spec.dtype:
+        problem += f" and {_dtypes(weight.spec.dtype, dtype)}"
     if problem:
         return differs(name, f"{problem}.")
-    return _new(name, weight, value, weight.stored.dims)
+    return _new(name, weight, value, weight.spec.dims)
 
 
 def _is_remade(form: Any, dtype: DType, shape: tuple[int, ...]) -> bool:
@@ -181,7 +181,7 @@ def _dtypes(expected: DType, actual: DType) -> str:
 def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
     """The problem if dtypes differ without ``cast``, or if JAX would silently narrow a dtype; otherwise None."""
     actual = DType.uint8 if fitted.as_bytes else dtype_of(fitted.value)
-    expected, form = fitted.dtype, fitted.weight.stored.form
+    expected, form = fitted.dtype, fitted.weight.spec.form
     if form is not None and form.elementwise:
         filed = DType.of(form.to_file(np.zeros(0, expected.np)).dtype)
         return None if actual is filed else differs(fitted.name, _dtypes(filed, actual))
@@ -254,10 +254,10 @@ def sharding_for(one: Fit) -> Any:
     weight = one.weight
     if weight.sharding is not None or weight.shape != list(final_shape(one)):
         return weight.sharding
-    if weight.stored.home is None:
-        return sharding_of(weight.stored.leaf)
-    stack = weight.stored.home[0]
-    return without_leading(sharding_of(stack.leaf), len(stack.lead))
+    if weight.home is None:
+        return sharding_of(weight.leaf)
+    stack = weight.home[0]
+    return without_leading(sharding_of(stack.leaf), len(stack.spec.lead))
 
 
 def source(one: Fit) -> Source:
@@ -265,7 +265,7 @@ def source(one: Fit) -> Source:
     reshaped = one.as_bytes or one.loaded_shape is not None
     if is_lazy(one) and not reshaped and one.value.is_as_stored:
         return one.value
-    return lambda: one.weight.stored.arranged(np.asarray(convert(one, host_or_jax(one.value))))
+    return lambda: one.weight.spec.arranged(np.asarray(convert(one, host_or_jax(one.value))))
 
 
 def bytes_to_read(fits: Sequence[Fit]) -> int:
@@ -292,14 +292,14 @@ def destination(one: Fit, otherwise: Any = None) -> Destination:
     Args:
         otherwise: sharding that is used if the weight has none.
     """
-    stored, shape = one.weight.stored, final_shape(one)
+    spec, shape = one.weight.spec, final_shape(one)
     return Destination(
         one.name,
-        shape if stored.layout is None else stored.layout.shape(shape),
+        shape if spec.layout is None else spec.layout.shape(shape),
         jax.dtypes.canonicalize_dtype(one.dtype.np),
         [source(one)],
-        stored.leaf_sharding or sharding_for(one) or otherwise,
-        stored.layout,
+        spec.leaf_sharding or sharding_for(one) or otherwise,
+        spec.layout,
         convert=lambda _, array: convert(one, array),
         elementwise=True,
     )
@@ -335,7 +335,7 @@ def convert(one: Fit, array: Any) -> Any:
     """``array`` converted to the dtype and shape of the weight, on the device where it is."""
     if one.as_bytes:
         return np.ascontiguousarray(array).view(np.uint8)
-    if (form := one.weight.stored.form) is not None:
+    if (form := one.weight.spec.form) is not None:
         array = form.to_stored(one.name, np.asarray(array))
     elif one.loaded_shape is not None:
         array = array.reshape(tuple(int(d) for d in one.dims))
@@ -362,7 +362,7 @@ def _put(one: Fit, read: np.ndarray | None) -> jax.Array:
     reference (``read``), but not for a caller's array, which the caller may change later.
     """
     array = host_or_jax(one.value) if read is None else one.value.cast(read)
-    array = one.weight.stored.arranged(convert(one, array))
+    array = one.weight.spec.arranged(convert(one, array))
     if isinstance(array, np.ndarray) and read is None:
         array = np.array(array, copy=True, order="C")
-    return put(array, one.weight.stored.leaf_sharding or sharding_for(one), one.name)
+    return put(array, one.weight.spec.leaf_sharding or sharding_for(one), one.name)

@@ -54,9 +54,9 @@ def _part(one: Fit) -> int:
     dims = final_shape(one)
     sharding = sharding_for(one)
     spread = isinstance(sharding, jax.sharding.NamedSharding)
-    home = one.weight.stored.home
+    home = one.weight.home
     held = held_bytes(sharding if spread else None, dims, one.dtype.np.itemsize)
-    return held if home is None else -(-held // home[0].shares)
+    return held if home is None else -(-held // home[0].spec.shares)
 
 
 def _devices(fits: Iterable[Fit]) -> list[Any]:
@@ -162,9 +162,9 @@ def _larger(
             return []
         nbytes = 0
         for place in places:
-            count = len(place.holder.stored.names(place.name))
+            count = len(place.holder.spec.names(place.name))
             weight = place.holder if place.holder in fits else None
-            dtype = fits[weight].dtype if weight is not None else place.holder.stored.dtype
+            dtype = fits[weight].dtype if weight is not None else place.holder.spec.dtype
             sharding = jax.sharding.NamedSharding(mesh, place.placed.spec)
             shares = math.prod(mesh.shape[name] for name in place.placed.split)
             nbytes += count * held_bytes(sharding, place.shape, dtype.np.itemsize) // shares

@@ -29,16 +29,16 @@ def plan(
     """The stacks for which all layers have a Fit, with these Fits; all other Fits; and descriptions of problems."""
     groups: dict[int, tuple[StackedWeight, dict[int, Fit]]] = {}
     for one in fits:
-        if one.weight.stored.home is not None:
-            stack, place = one.weight.stored.home
+        if one.weight.home is not None:
+            stack, place = one.weight.home
             groups.setdefault(id(stack), (stack, {}))[1][place] = one
     whole, in_stacks, problems = [], set[int](), []
     for stack, group in groups.values():
         kinds = {(one.dtype, tuple(map(str, one.dims))) for one in group.values()}
-        if len(kinds) == 1 and len(group) == stack.count and _has_sizes(group[0]):
+        if len(kinds) == 1 and len(group) == stack.spec.count and _has_sizes(group[0]):
             whole.append((stack, [group[i] for i in range(len(group))]))
             in_stacks.update(id(one) for one in group.values())
-        elif kinds != {(stack.dtype, tuple(map(str, stack.dims)))}:
+        elif kinds != {(stack.spec.dtype, tuple(map(str, stack.spec.dims)))}:
             one = next(iter(group.values()))
             problems.append(f"weight '{one.name}' belongs to a LayerStack, whose layers must have one shape and dtype: "
                             "load all of them alike, or unstack() first")  # fmt: skip
@@ -71,8 +71,8 @@ def read(
 def _stacked(stack: StackedWeight | None, fits: Sequence[Fit]) -> Destination:
     """The description of the values of all layers as one array."""
     layer = destination(fits[0])
-    lead = (len(fits),) if stack is None else tuple(stack.lead)
-    sharding = None if stack is None else stack.leaf_sharding
+    lead = (len(fits),) if stack is None else stack.spec.lead
+    sharding = None if stack is None else stack.spec.leaf_sharding
     sharding = sharding or with_leading(layer.sharding, len(lead)) or _committed(fits)
     return _of_several(fits, layer, lead, sharding)
 
@@ -99,7 +99,7 @@ def _by_layer(stack: StackedWeight | None, fits: Sequence[Fit], stacked: Destina
     device receives the bytes of another device.
     """
     array = jnp.zeros(stacked.shape, stacked.dtype, device=stacked.sharding)
-    shares = 1 if stack is None else stack.shares
+    shares = 1 if stack is None else stack.spec.shares
     count = stacked.shape[stacked.levels - 1] // shares  # number of weights in a share
     groups = _shares_in_turn(len(fits), shares, count)
     for numbers, part in zip(groups, read_destinations(
@@ -127,7 +127,7 @@ def _shares_in_turn(many: int, shares: int, count: int) -> list[list[int]]:
 
 def _group(fits: Sequence[Fit], stack: StackedWeight | None, stacked: Destination) -> Destination:
     """One Weight of each device's share, as an array ``[shares, ...]``."""
-    one, split = destination(fits[0], stacked.sharding), () if stack is None else stack.split
+    one, split = destination(fits[0], stacked.sharding), () if stack is None else stack.spec.split
     return _of_several(fits, one, (len(fits),), with_leading(one.sharding, 1, split))
 
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from ....graph.weight.epoch import structure_changed
 from ....graph.weight.running import RUNNING
-from ....graph.weight.span import Span
+from ....graph.weight.spec import Span
 from ....graph.weight.stacked import StackedWeight
-from ....graph.weight.stored import outside_traces
-from ....graph.weight.weight import Weight
+from ....graph.weight.weight import Weight, outside_traces
 from .. import hooks
 from ..call_stack import run
 from ..layer_list import LayerList, in_turn
@@ -91,7 +90,7 @@ class LayerStack(LayerList, is_stack=True):
         stacks: list[StackedWeight] = []
         try:
             for span, group in groups:
-                with outside_traces(*(holder.stored.leaf for holder in group)):
+                with outside_traces(*(holder.leaf for holder in group)):
                     stacks.append(StackedWeight.of(group, span))
                 stacks[-1].adopt(group)
         except BaseException:  # JAX may fail to stack values: then no layer is changed
@@ -172,7 +171,7 @@ class LayerStack(LayerList, is_stack=True):
         stack = next(iter(self._mx_stacks), None)
         if stack is None or stack.home is None:
             return 0
-        return len(stack.home[0].spans) - len(stack.spans)
+        return len(stack.home[0].spec.spans) - len(stack.spec.spans)
 
     @property
     def layers(self) -> list[Any]:
@@ -358,10 +357,10 @@ def _replica(
 
     def moved(home: tuple[StackedWeight, int]) -> int:
         """The index, for the layer at ``place``, of the Weight that has this home in the first layer."""
-        return home[1] + place * math.prod(home[0].lead[axis + 1 :])
+        return home[1] + place * math.prod(home[0].spec.lead[axis + 1 :])
 
     def at_place(weight: Weight) -> Weight:
-        home = weight.stored.home
+        home = weight.home
         return weight if home is None else home[0].view(moved(home))
 
     def shard_at_place(shard: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ....graph.weight.span import Span
+from ....graph.weight.spec import Span
 from ....graph.weight.weight import Weight
 from ..definition import Definition
 from ..module import Module
@@ -194,11 +194,11 @@ def definition_of(i: int, layer: Any) -> Definition:
     inner: list[Module] = []
     if definition.stacked:
         inner = [m for m in Walk(layer, stacked=True).modules if m._mx_is_stack]
-    if not all(m._mx_nests for m in inner) or any(len(w.stored.spans) > 1 for w in holders):
+    if not all(m._mx_nests for m in inner) or any(len(w.spec.spans) > 1 for w in holders):
         raise NotImplementedError(
             f"layer {i} holds a LayerStack: stacks within stacks are not supported"
         )
-    if any(weight.stored.home is not None for weight in holders):
+    if any(weight.home is not None for weight in holders):
         raise ValueError(f"layer {i} belongs to another LayerStack: unstack() that first")
     return definition
 
@@ -254,7 +254,7 @@ def _difference(one: Module, other: Module) -> str:
         if (name in a.names) != (name in b.names):
             return f"only one of them has the weight '{name}'"
         u, v = (d.weights[d.names.index(name)] for d in (a, b))
-        if u.stored.static() != v.stored.static():
+        if u.spec != v.spec:
             return f"the weight '{name}' is {_described(u)} in one and {_described(v)} in the other"
     return "their weights are tied in different ways"
 
@@ -266,7 +266,6 @@ def _at(layer: Module, path: str) -> Any:
 
 
 def _described(weight: Weight) -> str:
-    stored = weight.stored
-    parts = [stored.dtype, list(map(str, stored.dims)), weight.device, weight.quantization_encoding,
-             weight.sharding_strategy, stored.sharding]  # fmt: skip
+    parts = [weight.spec.dtype, list(map(str, weight.spec.dims)), weight.device, weight.quantization_encoding,
+             weight.sharding_strategy, weight.spec.sharding]  # fmt: skip
     return " ".join(str(part).replace("'", "") for part in parts if part is not None)

@@ -31,15 +31,15 @@ def add_weight(root: Module, layer: Any, attr: str, weight: Weight, beside: Weig
     Raises:
         NotImplementedError: the layer is in a stack within a stack.
     """
-    home = beside.stored.home
+    home = beside.home
     if home is None:
         setattr(layer, attr, weight)
         return
-    if len(home[0].spans) > 1:
+    if len(home[0].spec.spans) > 1:
         raise NotImplementedError(f"a weight of layers in stacks within stacks: '{beside.name}'")
     stack = _stack_of(root, home[0])
-    added = StackedWeight(weight, *home[0].spans)
-    local = weight.stored.local_name
+    added = StackedWeight(weight, home[0].spec.spans[0])
+    local = weight.spec.local_name
     vars(layer)["_mx_weights"] = {**layer._mx_weights, local: added.view(home[1])}
     vars(layer)["_mx_locals"] = {**layer._mx_locals, attr: local}
     vars(layer)[attr] = layer._mx_weights[local]
@@ -48,7 +48,7 @@ def add_weight(root: Module, layer: Any, attr: str, weight: Weight, beside: Weig
 
 def remove_weight(root: Module, layer: Any, attr: str) -> None:
     """Removes a Weight from a layer, and from all equal layers if it is in a LayerStack."""
-    home = getattr(layer, attr).stored.home
+    home = getattr(layer, attr).home
     if home is None:
         delattr(layer, attr)
         return
@@ -111,6 +111,6 @@ def _unequal(model: Any, kinds: Mapping[str, Hashable]) -> set[int]:
     """ids of the StackedWeights whose Weights have different kinds."""
     found: dict[int, set[Hashable]] = {}
     for name, weight in model.raw_state_dict().items():
-        if weight.stored.home is not None:
-            found.setdefault(id(weight.stored.home[0]), set()).add(kinds.get(name))
+        if weight.home is not None:
+            found.setdefault(id(weight.home[0]), set()).add(kinds.get(name))
     return {key for key, of in found.items() if len(of) > 1}

@@ -55,7 +55,7 @@ def scan(
 ) -> Any:
     """Runs the stack as one loop; see ``LayerStack.scan``."""
     definition, holders = stack._mx_definition()
-    arrays = [holder.stored.array() for holder in holders]
+    arrays = [holder.array() for holder in holders]
     carry, xs, shared = _present((_plain(carry), xs, dict(shared)))
     values = tuple(_per_layer(x, plan.layout) for x in xs)
     leaves, tree = jax.tree.flatten(shared)
@@ -119,11 +119,11 @@ def _present(tree: Any) -> Any:
 
     def present(value: Any) -> Any:
         if isinstance(value, Weight):
-            return jax.tree.unflatten(jax.tree.structure(value), [value.stored.array()])
+            return jax.tree.unflatten(jax.tree.structure(value), [value.array()])
         if not hasattr(value, "_mx_definition"):
             return value
         definition, holders = value._mx_definition()
-        return unflatten(definition, [holder.stored.array() for holder in holders])
+        return unflatten(definition, [holder.array() for holder in holders])
 
     return jax.tree.map(
         present, tree, is_leaf=lambda v: isinstance(v, Weight) or hasattr(v, "_mx_definition")
@@ -266,9 +266,9 @@ class _Body:
 
     def __init__(self, layer: Any):
         self.definition, self.holders = layer._mx_definition()
-        self.homes = [w.stored.home for w in self.holders]
+        self.homes = [w.home for w in self.holders]
         self.stacks = [home[0].leaf for home in self.homes if home is not None]
-        self.leaves = [w.stored.leaf for w in self.holders]
+        self.leaves = [w.leaf for w in self.holders]
 
     def at(self, k: Any, scanned: Sequence[Any] | None) -> list[Any]:
         """The leaves of layer ``k``: slices of the stacks, or the scanned inputs."""

@@ -48,7 +48,7 @@ def test_placing_one_model_leaves_equal_models_alone():
     before = rebuilt(other)
     one.to(jax.devices()[3])
     for model in (before, rebuilt(other)):
-        assert model[0].weight.stored.sharding is None
+        assert model[0].weight.spec.sharding is None
         Model(None)  # any change of structure
         assert jax.tree.structure(model) == jax.tree.structure(other)
 
@@ -271,7 +271,7 @@ def test_a_stack_refused_by_jax_changes_nothing():
     before = state(layers)
     with pytest.raises(ValueError):
         layers.stack()
-    assert all(w.stored.home is None for w in layers.raw_state_dict().values())
+    assert all(w.home is None for w in layers.raw_state_dict().values())
     assert all((value == before[name]).all() for name, value in state(layers).items())
 
 
@@ -301,7 +301,7 @@ def test_packed_weights_of_another_shape():
         layers.load_state_dict(
             {f"{i}.weight": WeightData.from_numpy(np.ones((2, 8), np.uint8), "x") for i in range(2)}
         )
-        assert rebuilt(layers)[0].weight.stored.dims == layers[0].weight.stored.dims
+        assert rebuilt(layers)[0].weight.spec.dims == layers[0].weight.spec.dims
         layers[0].weight.value = layers[1].weight.value = None
         assert jax.tree.leaves(layers)[0].shape[-2:] == (2, 8)
 

@@ -146,7 +146,7 @@ def test_unstacked_and_stacked_again():
     x = jnp.arange(2.0 * E).reshape(2, E) / E
     expected = moe(x)
     moe.experts = moe.experts.unstack()
-    assert moe.experts[1].w1.weight.stored.home is None
+    assert moe.experts[1].w1.weight.home is None
     np.testing.assert_allclose(moe(x), expected, rtol=1e-5, atol=1e-6)
     same(state(model), before)
 
