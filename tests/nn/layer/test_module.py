@@ -342,8 +342,8 @@ def test_a_module_without_a_call_holds_weights_only():
 
 
 def test_an_unknown_keyword_is_refused_with_the_name_here():
-    with pytest.raises(TypeError, match=r"Linear\(\) got .* 'bias': did you mean has_bias=\?"):
-        nn.Linear(2, 3, bias=True)
+    with pytest.raises(TypeError, match=r"Linear\(\) got .* 'use_bias': did you mean has_bias=\?"):
+        nn.Linear(2, 3, use_bias=True)
     with pytest.raises(TypeError, match=r"'in_features': did you mean in_dim=\?"):
         nn.Linear(in_features=2, out_dim=3)
     with pytest.raises(TypeError, match=r"Lin\(\) got .* 'size'"):
