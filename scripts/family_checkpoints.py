@@ -144,7 +144,11 @@ def multimodal() -> Iterator[Snapshot]:
     for number, (architecture, kind) in enumerate(ARCHITECTURES.items()):
         group = f"multimodal {kind}"
         wrapper = WRAPPERS[kind]
-        others = wrapper.own if wrapper.own or not wrapper.takes_any else ("llama", "qwen3")
+        others = (
+            wrapper.text_models
+            if wrapper.text_models or not wrapper.takes_any
+            else ("llama", "qwen3")
+        )
         for name in [None, *others] if kind not in kinds else [None]:
             write = functools.partial(write_multimodal, architecture, kind, name, number)
             yield Snapshot(f"{group}/{architecture} {name}", write)

@@ -100,7 +100,7 @@ def opened(drawn: draws.Drawn, folder: Path, rng: np.random.Generator) -> Any:
     parents = [
         (kind, name)
         for kind, wrapper in WRAPPERS.items()
-        for name in (*wrapper.own, None, *([drawn.model_type] if wrapper.takes_any else []))
+        for name in (*wrapper.text_models, None, *([drawn.model_type] if wrapper.takes_any else []))
         if (text := wrapper.text_model(name)) is not None
         # Voxtral's defaults are for a Llama: transformers' files of other families may lack these keys.
         and (not wrapper.defaults or drawn.model_type == wrapper.text)

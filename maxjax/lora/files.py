@@ -105,8 +105,8 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
         weights = model.raw_state_dict()
         trained = trained_parts(model, found)
         updates = [f"{n}.{p}" for one in found for n in one.names for p in one.parts.values()]
-        own = [*updates, *trained.names]
-        data = written(model, found, {n: weight_data(n, weights[n], gathering) for n in own})
+        saved = [*updates, *trained.names]
+        data = written(model, found, {n: weight_data(n, weights[n], gathering) for n in saved})
         tensors = [outgoing_data(one, name) for name, one in data.items()]
         config = json_bytes(config_of(model, found, names, trained, base))
         if together.is_shared:

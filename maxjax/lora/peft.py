@@ -261,12 +261,13 @@ def base_weights(model: Module, tensors: Mapping[str, T]) -> tuple[dict[str, T],
     table = table_of(model)
     found, others = {}, []
     for name, value in table.split({n: tensors[tensor] for n, tensor in full.items()}).items():
-        own = table.model_name(name) or ""
-        own = aliases.get(own, own)
-        if own not in weights and isinstance(model, PretrainedModel):
-            own = dict([model.family.tied]).get(own, "")  # a tied head is in no file of a model
-        if own in weights:
-            found[own] = value
+        weight = table.model_name(name) or ""
+        weight = aliases.get(weight, weight)
+        if weight not in weights and isinstance(model, PretrainedModel):
+            # A tied head is in no file of a model.
+            weight = dict([model.family.tied]).get(weight, "")
+        if weight in weights:
+            found[weight] = value
         else:
             others.append(full.get(name, name))
     return found, others

@@ -542,8 +542,8 @@ class Gemma3Config(LanguageModelConfig):
             values["sliding_window"] = None
         context = cls.read_field(raw, "max_position_embeddings")
         thetas, older = {FULL: 1e6, SLIDING: 1e4}, {SLIDING: "rope_local_base_freq"}
-        ropes = ropes_by_kind(raw, context, thetas, older)
-        values |= {"rope_parameters": ropes[FULL], "local_rope_parameters": ropes[SLIDING]}
+        by_kind = ropes_by_kind(raw, context, thetas, older)
+        values |= {"rope_parameters": by_kind[FULL], "local_rope_parameters": by_kind[SLIDING]}
         return super().from_hf(raw, **values)
 
     def to_hf(self) -> dict[str, Any]:

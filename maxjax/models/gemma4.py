@@ -245,8 +245,8 @@ class Gemma4Config(LanguageModelConfig):
             values["sliding_window"] = None
         context = cls.read_field(raw, "max_position_embeddings")
         given = raw.replaced({"rope_parameters": raw.get("rope_parameters") or _ROPES})
-        ropes = ropes_by_kind(given, context, {FULL: 1e6, SLIDING: 1e4})
-        values |= {"rope_parameters": ropes[FULL], "local_rope_parameters": ropes[SLIDING]}
+        by_kind = ropes_by_kind(given, context, {FULL: 1e6, SLIDING: 1e4})
+        values |= {"rope_parameters": by_kind[FULL], "local_rope_parameters": by_kind[SLIDING]}
         return super().from_hf(raw.replaced(_sizes_of_full(raw, kinds)), **values)
 
     def to_hf(self) -> dict[str, Any]:

@@ -117,7 +117,9 @@ class GPT2Attention(Module):
         self.c_proj = TransposedLinear(E, E, dtype)
 
     def __call__(self, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        q, k, v = self.c_attn.apart(x, 3 * [self.heads * self.head_dim])  # [B, T, E] each
+        q, k, v = self.c_attn.split_projections(
+            x, 3 * [self.heads * self.head_dim]
+        )  # [B, T, E] each
         q, k, v = (split_heads(a, self.head_dim) for a in (q, k, v))  # [B, T, H, D]
         y, cache = attend(q, k, v, cache, scale=self.scale)  # [B, T, H, D]
         return self.c_proj(merge_heads(y)), cache  # [B, T, E]

@@ -132,8 +132,12 @@ class ModernBertConfig(EncoderConfig):
         period = positive_integer(raw, "global_attn_every_n_layers", 3)
         kinds = layer_kinds(raw, all_but_every_nth(layer_count(raw), period))
         context = cls.read_field(raw, "max_position_embeddings")
-        ropes = ropes_of_layers(raw, context)
-        values = {"rope_parameters": ropes[FULL], "local_rope_parameters": ropes[SLIDING], **values}
+        by_kind = ropes_of_layers(raw, context)
+        values = {
+            "rope_parameters": by_kind[FULL],
+            "local_rope_parameters": by_kind[SLIDING],
+            **values,
+        }
         return super().from_hf(ReadTracker.of(raw).replaced({"layer_types": kinds}), **values)
 
     def to_hf(self) -> dict[str, Any]:
@@ -164,15 +168,15 @@ def ropes_of_layers(raw: Mapping[str, Any], context: int) -> dict[str, Rope]:
     given, scaling = object_of(raw, "rope_parameters"), object_of(raw, "rope_scaling")
     if not all(isinstance(given.get(kind) or {}, Mapping) for kind in _THETAS):
         raise ValueError("'rope_parameters' must have one object for each kind of layer")
-    ropes: dict[str, Rope] = {}
+    by_kind: dict[str, Rope] = {}
     for kind, (key, default) in _THETAS.items():
         theta = raw.get(key)
         if theta is None and kind == SLIDING and key in raw:
-            theta = ropes[FULL].theta  # null: that of the layers without windows
+            theta = by_kind[FULL].theta  # null: that of the layers without windows
         part = {"rope_theta": default if theta is None else theta}
         part |= {**scaling, **(given.get(kind) or {})}
-        ropes[kind] = rope_of(part, "rope_parameters", context, raw)
-    return ropes
+        by_kind[kind] = rope_of(part, "rope_parameters", context, raw)
+    return by_kind
 
 
 def all_but_every_nth(layers: int, n: int) -> tuple[str, ...]:
@@ -306,10 +310,10 @@ class ModernBertModel(Encoder):
     def hidden_states(self, ids: Any, types: Any, positions: Any, mask: Any) -> jax.Array:
         """Hidden states ``[B, T, E]`` after the last norm."""
         config = self.config
-        ropes = {FULL: config.rope_parameters, SLIDING: config.local_rope_parameters}
+        by_kind = {FULL: config.rope_parameters, SLIDING: config.local_rope_parameters}
         angles = {
             kind: encoder_angles(one, positions, mask, config.head_dim)
-            for kind, one in ropes.items()
+            for kind, one in by_kind.items()
         }
         x = run_encoder(self.layers, self.embeddings(ids), mask, angles)  # [B, T, E]
         return self.final_norm(x).astype(x.dtype)

@@ -130,8 +130,8 @@ class ModernBertDecoderConfig(LanguageModelConfig):
             if type(width) is not int or width < 2:
                 raise ValueError(f"'local_attention' must be at least 2, not {str(width)[:60]}")
             window = width // 2
-        ropes = ropes_of_layers(raw, cls.read_field(raw, "max_position_embeddings"))
-        values |= {"rope_parameters": ropes[FULL], "local_rope_parameters": ropes[SLIDING]}
+        by_kind = ropes_of_layers(raw, cls.read_field(raw, "max_position_embeddings"))
+        values |= {"rope_parameters": by_kind[FULL], "local_rope_parameters": by_kind[SLIDING]}
         raw = raw.replaced({"layer_types": kinds, "sliding_window": window})
         return super().from_hf(raw, **values)
 
@@ -142,8 +142,8 @@ class ModernBertDecoderConfig(LanguageModelConfig):
             found["local_attention"] = 2 * self.sliding_window
         for key in ("rope_theta", "rope_scaling"):
             found.pop(key, None)
-        ropes = {FULL: self.rope_parameters, SLIDING: self.local_rope_parameters}
-        return {**found, **ropes_to_hf(ropes)}
+        by_kind = {FULL: self.rope_parameters, SLIDING: self.local_rope_parameters}
+        return {**found, **ropes_to_hf(by_kind)}
 
     def _fill_in(self) -> None:
         if not self.layer_types:
@@ -268,8 +268,8 @@ class ModernBertDecoderModel(Module):
     def __call__(self, ids: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         config = self.config
         x = self.embeddings(ids)  # [B, T, E]
-        ropes = {FULL: config.rope_parameters, SLIDING: config.local_rope_parameters}
-        angles = {kind: one.angles(cache, config.head_dim) for kind, one in ropes.items()}
+        by_kind = {FULL: config.rope_parameters, SLIDING: config.local_rope_parameters}
+        angles = {kind: one.angles(cache, config.head_dim) for kind, one in by_kind.items()}
         x, cache = run_layers(self.layers, x, cache, angles)
         return self.final_norm(x), cache
 

@@ -48,7 +48,7 @@ class Wrapper:
         text: ``model_type`` of the text model, for a file that does not have it in ``text_config``.
         tied: whether the head is tied to the embedding table, for a file without ``tie_word_embeddings`` at its
             top level; "text": as ``text_config`` says; "either": if one of the two says so.
-        own: the text models that occur only within multimodal models or have other defaults there, by
+        text_models: the text models that occur only within multimodal models or have other defaults there, by
             ``model_type`` in ``text_config``.
         takes_any: whether the text model may be of any family; if not, it is always the same one.
         defaults: values for keys that a file leaves out, whichever the text model is.
@@ -57,16 +57,20 @@ class Wrapper:
 
     text: str
     tied: bool | Literal["text", "either"] = False
-    own: Mapping[str, TextModel] = field(default_factory=dict)
+    text_models: Mapping[str, TextModel] = field(default_factory=dict)
     takes_any: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     flat: bool = False
 
     def text_model(self, name: str | None = None) -> TextModel | None:
         """Return the text model with a ``model_type`` in ``text_config``; None if no family has this type."""
-        kind = self.text if name is None or not self.takes_any and name not in self.own else name
-        if kind in self.own:
-            return self.own[kind]
+        kind = (
+            self.text
+            if name is None or not self.takes_any and name not in self.text_models
+            else name
+        )
+        if kind in self.text_models:
+            return self.text_models[kind]
         names = (one.architectures.split() for one in ENTRIES.values() if one.model_type == kind)
         found = (one[0] for one in names if one and one[0].endswith(_DECODERS))
         architecture = next(found, None)

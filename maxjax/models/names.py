@@ -212,13 +212,13 @@ class SharedBias(Row):
 
     def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See :class:`Row`."""
-        own = f"{self.layer}.bias"
-        if own not in tensors:
+        bias = f"{self.layer}.bias"
+        if bias not in tensors:
             return tensors
         is_free = f"{self.layer}.weight" in tensors
-        written = (self.other, own) if is_free else (self.other,)
-        rest = {name: one for name, one in tensors.items() if name != own}
-        return rest | dict.fromkeys(self.written or written, tensors[own])
+        written = (self.other, bias) if is_free else (self.other,)
+        rest = {name: one for name, one in tensors.items() if name != bias}
+        return rest | dict.fromkeys(self.written or written, tensors[bias])
 
     def as_in(self, tensors: Mapping[str, Any]) -> Self:
         """See :class:`Row`."""

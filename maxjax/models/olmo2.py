@@ -235,10 +235,10 @@ class Olmo3Config(Olmo2Config):
         every_fourth = [SLIDING if (i + 1) % 4 else FULL for i in range(layer_count(raw))]
         kinds = layer_kinds(raw, every_fourth)
         context = cls.read_field(raw, "max_position_embeddings")
-        ropes = ropes_by_kind(raw, context, {FULL: 5e5, SLIDING: 5e5})
+        by_kind = ropes_by_kind(raw, context, {FULL: 5e5, SLIDING: 5e5})
         window = raw.get("sliding_window") if SLIDING in kinds else None
         raw = raw.replaced({"layer_types": kinds, "sliding_window": window})
-        values |= {"rope_parameters": ropes[FULL], "local_rope_parameters": ropes[SLIDING]}
+        values |= {"rope_parameters": by_kind[FULL], "local_rope_parameters": by_kind[SLIDING]}
         return super().from_hf(raw, **values)
 
     def to_hf(self) -> dict[str, Any]:

@@ -77,11 +77,11 @@ class Unloaded:
             form = Names(*form.rows, Copy(head, original))
         spelled = {name: raw for name, raw in named.items() if name != raw}
         for name, raw in named.items():
-            own = family.names.model_name(name)
+            weight = family.names.model_name(name)
             # A file may have a weight under two names: then it is written under the model's, too.
-            if own is not None and (own == name or own not in named):
-                if raw != form.file_names(own)[0]:
-                    spelled[own] = raw
+            if weight is not None and (weight == name or weight not in named):
+                if raw != form.file_names(weight)[0]:
+                    spelled[weight] = raw
         if not holds_parts and form == family.names and not spelled:
             return None
         return cls(

@@ -176,10 +176,10 @@ class StackedLinear(LowRank):
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, in the order of the names."""
         by_layer = not self.stacked or self.weight.spec.layout is not None
-        y = explicit.concatenate(self.apart(x), -1) if by_layer else self._matmul(x)
+        y = explicit.concatenate(self.split_projections(x), -1) if by_layer else self._matmul(x)
         return TensorValue(y) if wraps(x) else y
 
-    def apart(self, x: Any) -> list[jax.Array]:
+    def split_projections(self, x: Any) -> list[jax.Array]:
         """The result of each linear layer separately: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
         if self.stacked:
             layout = self.weight.spec.layout
@@ -223,7 +223,7 @@ def split_projections(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Arra
     """
     # A hook must see every call, and a capture the call of each layer that it names.
     if isinstance(layer, StackedLinear) and not (hooks.token() or is_wanted(layer)):
-        return layer.apart(x)
+        return layer.split_projections(x)
     return _parts(layer(x), sizes)
 
 

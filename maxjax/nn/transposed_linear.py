@@ -48,10 +48,10 @@ class TransposedLinear(LowRank):
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., in_dim]`` → ``[..., out_dim]``, summed in float32 and rounded to the dtype of ``x``."""
         if (layout := self.weight.spec.layout) is not None:
-            return explicit.concatenate(self.apart(x, layout.segments), -1)
+            return explicit.concatenate(self.split_projections(x, layout.segments), -1)
         return add_bias(self.updated(self._product(x), x), self.bias)
 
-    def apart(self, x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    def split_projections(self, x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
         """The result in parts of these sizes: ``[..., in_dim]`` → ``[..., size]`` each.
 
         If the weight's columns are in device-major order, no data moves between devices.

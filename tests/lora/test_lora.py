@@ -270,7 +270,7 @@ def test_the_layers_of_other_families():
     fused = drawn(lora.add(maxjax.init(fused, jax.random.key(0)), rank=2, key=jax.random.key(1)))
     x = jnp.ones((3, 4))
     np.testing.assert_allclose(fused(x), lora.merge(fused)(x), rtol=1e-5)
-    assert [y.shape for y in fused.apart(x)] == [(3, 6), (3, 2)]
+    assert [y.shape for y in fused.split_projections(x)] == [(3, 6), (3, 2)]
 
 
 def test_16_bits_are_added_in_the_wider_type():

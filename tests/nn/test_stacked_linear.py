@@ -77,7 +77,7 @@ def test_shards_by_rows_have_rows_of_each_part_and_by_columns_are_summed(stacked
     layer.sharding_strategy = rows
     parts = layer.shard([CPU, CPU])
     assert [part.out_dims for part in parts] == [(2, 1, 1)] * 2
-    each = zip(*(part.apart(x) for part in parts), strict=True)
+    each = zip(*(part.split_projections(x) for part in parts), strict=True)
     assert [part.stacked_bias.shape for part in parts] == [(4,)] * 2
     np.testing.assert_allclose(
         np.concatenate([np.concatenate(one, -1) for one in each], -1), y, rtol=1e-6
@@ -107,8 +107,8 @@ def test_parts_of_one_weight_have_the_rows_that_their_strategy_gives(strategy, s
     layer.sharding_strategy = strategy
     parts, x = layer.shard([CPU] * len(sizes)), random(3, 4)
     assert [part.out_dims for part in parts] == sizes
-    apart = zip(*(part.apart(x) for part in parts), strict=True)
-    for found, want in zip(apart, layer.apart(x), strict=True):
+    apart = zip(*(part.split_projections(x) for part in parts), strict=True)
+    for found, want in zip(apart, layer.split_projections(x), strict=True):
         np.testing.assert_allclose(np.concatenate(found, -1), want, rtol=1e-6)
 
 

@@ -56,7 +56,9 @@ def test_parts_of_a_stacked_layer_know_their_rows():
     layer.sharding_strategy = ShardingStrategy.stacked_qkv(2, 3, 2)
     parts = layer.shard([CPU, DeviceRef.CPU(1)])
     x = jnp.ones((1, 4))
-    together = [jnp.concatenate([part.apart(x)[i] for part in parts], -1) for i in range(3)]
-    for found, expected in zip(together, layer.apart(x), strict=True):
+    together = [
+        jnp.concatenate([part.split_projections(x)[i] for part in parts], -1) for i in range(3)
+    ]
+    for found, expected in zip(together, layer.split_projections(x), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert [part.out_dims for part in parts] == [(4, 4, 4), (2, 2, 2)]

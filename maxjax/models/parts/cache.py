@@ -225,7 +225,7 @@ class LayerCache:
         slots: Slots = self.states[group]
         layer = self.context.number(group, self.layer)
         run = _Attention(self.context, 1, 1, Mask(), Scores(1.0))
-        found, slots = run.stored(x[:, None] if x.ndim == 2 else x, slots, layer)
+        found, slots = run.store(x[:, None] if x.ndim == 2 else x, slots, layer)
         return found, dataclasses.replace(self, states={**self.states, group: slots})
 
     def read(self, group: str) -> dict[str, jax.Array] | None:
@@ -479,7 +479,7 @@ class _Attention(NamedTuple):
         division = self._division(layout, of_cache=True)
         return slots.written(layer, k, v, slot, consecutive=in_turn, division=division)
 
-    def stored(self, x: jax.Array, slots: Slots, layer: Any) -> tuple[jax.Array, Slots]:
+    def store(self, x: jax.Array, slots: Slots, layer: Any) -> tuple[jax.Array, Slots]:
         """Write vectors ``[B, T, D]`` to the cache, and return those of all positions, ``[B, S, D]``."""
         batch, layout = x.shape[0], self.layout(x.shape[0])
         k = x[:, :, None, :]

@@ -231,14 +231,14 @@ class Rope:
         return inv_freqs(width, self.theta, self.scaling, length=length)
 
 
-def same_until(ropes: Sequence[Rope], lengths: Any) -> jax.Array:
+def same_until(rotary_embeddings: Sequence[Rope], lengths: Any) -> jax.Array:
     """Return the largest length of a text with the same frequencies as texts of the given lengths.
 
     All keys that a token attends to have the frequencies of one length: a text that grows beyond this
     one must be read again.
 
     Args:
-        ropes: the Ropes of a model.
+        rotary_embeddings: the Ropes of a model.
         lengths: integers ``[...]``, an array or a number.
 
     Returns:
@@ -251,7 +251,7 @@ def same_until(ropes: Sequence[Rope], lengths: Any) -> jax.Array:
     """
     lengths = jnp.asarray(lengths, jnp.int32)
     found = jnp.full_like(lengths, NO_LIMIT)
-    for scaling in (rope.scaling for rope in ropes):
+    for scaling in (rope.scaling for rope in rotary_embeddings):
         if isinstance(scaling, LongRoPEScalingParams):
             border = min(scaling.original_max_position, NO_LIMIT)
             found = jnp.where(lengths > border, found, jnp.minimum(found, border))
@@ -261,7 +261,7 @@ def same_until(ropes: Sequence[Rope], lengths: Any) -> jax.Array:
     return found
 
 
-def reading_length(ropes: Sequence[Rope], prompt: int, limit: int) -> int:
+def reading_length(rotary_embeddings: Sequence[Rope], prompt: int, limit: int) -> int:
     """Return the length whose frequencies a prompt is read with, if its text will have at most ``limit`` tokens.
 
     With LongRoPE, this is the present length. Dynamic NTK has other frequencies for each length, so the
@@ -271,12 +271,12 @@ def reading_length(ropes: Sequence[Rope], prompt: int, limit: int) -> int:
         >>> reading_length([Rope(scaling=DynamicScalingParams(2.0, 8))], 5, 20)
         20
     """
-    return limit if is_dynamic(ropes) else prompt
+    return limit if is_dynamic(rotary_embeddings) else prompt
 
 
-def is_dynamic(ropes: Sequence[Rope]) -> bool:
+def is_dynamic(rotary_embeddings: Sequence[Rope]) -> bool:
     """Return whether one of the Ropes is dynamic NTK, which is for texts of any length."""
-    return any(isinstance(rope.scaling, DynamicScalingParams) for rope in ropes)
+    return any(isinstance(rope.scaling, DynamicScalingParams) for rope in rotary_embeddings)
 
 
 @dataclass(frozen=True)
@@ -381,8 +381,8 @@ def ropes_by_kind(
             settings for all layers, which transformers ignores.
 
     Example:
-        >>> ropes = ropes_by_kind({"rope_theta": 5e5}, 64, dict.fromkeys(["full_attention"], 1e4))
-        >>> ropes["full_attention"].theta
+        >>> by_kind = ropes_by_kind({"rope_theta": 5e5}, 64, dict.fromkeys(["full_attention"], 1e4))
+        >>> by_kind["full_attention"].theta
         500000.0
     """
     given = object_of(raw, "rope_parameters")
@@ -403,11 +403,11 @@ def ropes_by_kind(
     return found
 
 
-def ropes_to_hf(ropes: Mapping[str, Rope]) -> dict[str, Any]:
+def ropes_to_hf(by_kind: Mapping[str, Rope]) -> dict[str, Any]:
     """Return the key ``rope_parameters`` with one object for each kind of layer: the inverse of :func:`ropes_by_kind`.
 
     Args:
-        ropes: the Rope of each kind of layer.
+        by_kind: the Rope of each kind of layer.
 
     Example:
         >>> ropes_to_hf({"full_attention": Rope(5e5)})
@@ -415,7 +415,7 @@ def ropes_to_hf(ropes: Mapping[str, Rope]) -> dict[str, Any]:
     """
     found = {
         kind: {"rope_type": "default", "rope_theta": one.theta, **(one.scaling_to_hf() or {})}
-        for kind, one in ropes.items()
+        for kind, one in by_kind.items()
     }
     return {"rope_parameters": found}
 

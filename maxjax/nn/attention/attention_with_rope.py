@@ -346,9 +346,12 @@ class AttentionWithRope(Module):
 
     def _split_qkv(self, x: Any) -> list[jax.Array]:
         if not self.qkv_proj.stacked or self.qkv_proj.weight.spec.layout is not None:
-            return self.qkv_proj.apart(x)
+            return self.qkv_proj.split_projections(x)
         # The stacked weight is replicated, but heads may be split: keep XLA from splitting its result too.
-        return [replicate_last_axis(part, self.o_proj.weight) for part in self.qkv_proj.apart(x)]
+        return [
+            replicate_last_axis(part, self.o_proj.weight)
+            for part in self.qkv_proj.split_projections(x)
+        ]
 
     def _cos_sin(self, positions: Any, length: int, table: Any) -> tuple[jax.Array, jax.Array]:
         positions = jnp.arange(length) if positions is None else jnp.asarray(unwrap(positions))
