@@ -312,8 +312,9 @@ class Module(OfModule, Layer, StateDict, ABC):
         """The rules by which :meth:`to` splits the weights in this Module over a mesh.
 
         Returns:
-            A map from attribute paths below this Module (``"q_proj.weight"``) to a ShardingStrategy (its number of
-            devices is ignored), a ``graph.placement.Split`` or a PartitionSpec. Rules of outer Modules take precedence.
+            A map from attribute paths below this Module (``"q_proj.weight"``) to a Split
+            (``graph/placement/split.py``: ROWS, COLUMNS, REPLICATED, …), a PartitionSpec or a ShardingStrategy, whose
+            number of devices is ignored. Rules of outer Modules take precedence.
         """
         return {}
 
@@ -382,8 +383,13 @@ class Module(OfModule, Layer, StateDict, ABC):
         Raises:
             UserInputError: no device is given, or several devices without a strategy; the mesh lacks an
                 axis that a strategy or rule names; or a strategy or spec does not fit a weight.
-            NotImplementedError: a strategy for a mesh is a function.
+            NotImplementedError: a strategy for a mesh is a function whose parts are not equal consecutive blocks of
+                one axis.
             OutOfMemoryError: a device cannot hold its shards.
+
+        Warns:
+            UserWarning: matrices are replicated although their rules split them, because no size divides; once for
+                all of them, with their bytes and what would help.
 
         Example:
             >>> import maxjax
