@@ -46,7 +46,7 @@ from ..graph.weights import WeightData
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules, linears
+from ..nn.linear import Linear, linears
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
 from ..nn.ssm.gated_norm import GatedNorm
@@ -234,7 +234,7 @@ class FalconH1Mamba(Module):
         """Splits ``in_proj`` along its rows, and ``out_proj`` between heads."""
         small = ["A_log", "D", "dt_bias", *(["norm.weight"] if self.has_norm else [])]
         return {
-            **linear_rules("in_proj", ROWS),
+            "in_proj": ROWS,
             **split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim),
             **dict.fromkeys(small, REPLICATED),
         }

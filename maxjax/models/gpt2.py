@@ -29,7 +29,6 @@ from ..graph.placement.split import COLUMNS, ROWS, Segment, Split
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import linear_rules
 from ..nn.norm import LayerNorm
 from ..nn.transposed_linear import TransposedLinear
 from .family import Family
@@ -127,11 +126,7 @@ class GPT2Attention(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the linear layers between heads."""
         heads = (Segment.head_aware(self.heads, self.head_dim),)
-        fused = Split(0, heads * 3, by_device=True)
-        return {
-            **linear_rules("c_attn", fused, is_transposed=True),
-            **linear_rules("c_proj", Split(1, heads), is_transposed=True),
-        }
+        return {"c_attn": Split(0, heads * 3, by_device=True), "c_proj": Split(1, heads)}
 
 
 class GPT2MLP(Module):
@@ -149,8 +144,7 @@ class GPT2MLP(Module):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the inner features."""
-        outputs = linear_rules("c_fc", ROWS, is_transposed=True)
-        return outputs | linear_rules("c_proj", COLUMNS, is_transposed=True)
+        return {"c_fc": ROWS, "c_proj": COLUMNS}
 
 
 class GPT2Block(Module):

@@ -51,7 +51,7 @@ from ..graph.weights import WeightData
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules, linears
+from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
@@ -255,7 +255,7 @@ class GraniteHybridMamba(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits ``in_proj`` along its rows, and ``out_proj`` between heads."""
         return {
-            **linear_rules("in_proj", ROWS),
+            "in_proj": ROWS,
             **split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim),
             **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], REPLICATED),
         }
@@ -309,7 +309,7 @@ class GraniteHybridMLP(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the inner features of gate, up and down."""
         segments = [Segment.even(width) for width in self.sizes]
-        columns = linear_rules("output_linear", COLUMNS)
+        columns = {"output_linear": COLUMNS}
         return stacked_rules("input_linear", self.input_linear, segments) | columns
 
 

@@ -44,7 +44,7 @@ from ..graph.weight.weight import Weight
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules, linears
+from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
@@ -214,7 +214,7 @@ class JambaMamba(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the channels of the projections; ``in_proj``, which has two halves, along its rows."""
         return {
-            **linear_rules("in_proj", ROWS),
+            "in_proj": ROWS,
             **split_features_over_mesh(["dt_proj"], ["x_proj", "out_proj"]),
             **dict.fromkeys(["A_log", "D"], REPLICATED),
         }

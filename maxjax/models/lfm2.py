@@ -41,7 +41,7 @@ from ..graph.weight.weight import Weight
 from ..nn.embedding import Embedding
 from ..nn.kv_cache.kinds import State, States
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules, linears
+from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
@@ -244,7 +244,7 @@ class LFM2ShortConv(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the channels."""
         segments = [Segment.even(width) for width in self.sizes]
-        columns = linear_rules("out_proj", COLUMNS)
+        columns = {"out_proj": COLUMNS}
         return stacked_rules("in_proj", self.in_proj, segments) | columns
 
 

@@ -41,7 +41,7 @@ from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.kv_cache.kinds import States
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules
+from ..nn.linear import Linear
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
 from .family import Family
@@ -203,7 +203,7 @@ class MambaMixer(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits the channels of the projections; ``in_proj``, which has two halves, along its rows."""
         return {
-            **linear_rules("in_proj", ROWS),
+            "in_proj": ROWS,
             **split_features_over_mesh(["dt_proj"], ["x_proj", "out_proj"]),
             **dict.fromkeys(["A_log", "D"], REPLICATED),
         }

@@ -38,7 +38,7 @@ from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.kv_cache.kinds import States
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules
+from ..nn.linear import Linear
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
 from ..nn.ssm.gated_norm import GatedNorm
@@ -170,7 +170,7 @@ class Mamba2Mixer(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Return the rules that split ``in_proj`` along its rows, and ``out_proj`` between heads."""
         return {
-            **linear_rules("in_proj", ROWS),
+            "in_proj": ROWS,
             **split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim),
             **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], REPLICATED),
         }

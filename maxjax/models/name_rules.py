@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from ..dtype import DType
 from ..graph.placement.mesh import EXPERTS, TENSOR
 from ..graph.placement.split import Segment, Split
-from ..nn.linear import linear_rules
 
 # For each kind of linear layer: which side is split (its outputs are the rows of a weight, its
 # inputs the columns), what that side consists of, the mesh axes, and the layers' names. The first
@@ -138,7 +137,8 @@ def _entries(counts: Heads, transposed: tuple[str, ...]) -> Iterator[tuple[str, 
             split = Split(int(side == "in"), _segments(what, counts), what == "halves", over=over)
             if side in ("table", "head"):
                 split = dataclasses.replace(split, fallback=1, fsdp=1 if side == "table" else None)
-            yield from linear_rules(layer, split, is_transposed=layer in transposed).items()
+            for name, own in split.of_linear(int(layer in transposed)).items():
+                yield f"{layer}.{name}", own
 
 
 def _segments(what: str, counts: Heads) -> tuple[Segment, ...]:

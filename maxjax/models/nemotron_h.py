@@ -51,7 +51,7 @@ from ..graph.weight.weight import Weight
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules, linears
+from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, check_experts, route
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
@@ -293,7 +293,7 @@ class NemotronHMamba(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits ``in_proj`` along its rows, and ``out_proj`` between heads."""
         return {
-            **linear_rules("in_proj", ROWS),
+            "in_proj": ROWS,
             **split_heads_over_mesh({}, {"out_proj": self.heads}, self.head_dim),
             **dict.fromkeys(["A_log", "D", "dt_bias", "norm.weight"], REPLICATED),
         }

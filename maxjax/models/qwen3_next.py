@@ -57,7 +57,7 @@ from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.kv_cache.kinds import State, States
 from ..nn.layer import LayerList, Module
-from ..nn.linear import Linear, linear_rules, linears
+from ..nn.linear import Linear, linears
 from ..nn.moe import Experts, route
 from ..nn.norm import RMSNorm
 from ..nn.ssm.convolution import CausalConv
@@ -357,7 +357,7 @@ class Qwen35DeltaNet(Qwen3NextDeltaNet):
         H = self.value_heads
         return {
             **self._shared_rules(),
-            **linear_rules("in_proj_qkv", ROWS),
+            "in_proj_qkv": ROWS,
             **split_heads_over_mesh({"in_proj_z": H}, {}, self.value_dim),
             **split_heads_over_mesh({"in_proj_b": H, "in_proj_a": H}, {}, 1),
         }

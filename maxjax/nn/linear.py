@@ -197,24 +197,6 @@ def bias_strategy(strategy: ShardingStrategy) -> ShardingStrategy:
     return ShardingStrategy.replicate(n)
 
 
-def linear_rules(path: str, split: Split, is_transposed: bool = False) -> dict[str, Split]:
-    """The sharding rules of the weight and the bias of the Linear at an attribute path.
-
-    Args:
-        split: which axis of the weight ``[out, in]`` is split.
-        is_transposed: whether the layer stores the weight as ``[in, out]``.
-
-    Example:
-        >>> found = linear_rules("down_proj", COLUMNS)
-        >>> {name: split.axis for name, split in found.items()}
-        {'down_proj.weight': 1, 'down_proj.bias': None}
-    """
-    weight = split
-    if is_transposed and split.axis is not None:
-        weight = dataclasses.replace(split, axis=1 - split.axis)
-    return {f"{path}.weight": weight, f"{path}.bias": split.of_bias}
-
-
 class ColumnParallelLinear(Linear):
     """A Linear whose outputs are split over the devices: the head of a language model.
 
@@ -483,11 +465,7 @@ class FusedMLP(Module):
 def mlp_rules(path: str, over: Sequence[str]) -> dict[str, Any]:
     """The sharding rules of the MLP at an attribute path, over some kinds of mesh axes."""
     rows, columns = (dataclasses.replace(split, over=tuple(over)) for split in (ROWS, COLUMNS))
-    return (
-        linear_rules(f"{path}gate_proj", rows)
-        | linear_rules(f"{path}up_proj", rows)
-        | linear_rules(f"{path}down_proj", columns)
-    )
+    return {f"{path}gate_proj": rows, f"{path}up_proj": rows, f"{path}down_proj": columns}
 
 
 def gated(gate: jax.Array, up: jax.Array, activation_function: str, limit: float) -> jax.Array:

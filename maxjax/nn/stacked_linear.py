@@ -24,7 +24,7 @@ from ..kernels import explicit, matmul
 from .layer import hooks
 from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded
-from .linear import Linear, bias_strategy, linear_rules, linears
+from .linear import Linear, bias_strategy, linears
 from .low_rank import LowRank
 from .product import add_bias
 
@@ -239,4 +239,4 @@ def stacked_rules(path: str, layer: Any, segments: Sequence[Segment]) -> dict[st
     quantised in blocks are split as one weight, and their results are gathered.
     """
     packed = isinstance(layer, StackedLinear) and layer.weight.spec.packing is not None
-    return linear_rules(path, Split(0, tuple(segments), by_device=not packed))
+    return {path: Split(0, tuple(segments), by_device=not packed)}

@@ -136,6 +136,19 @@ class Split:
             return replace(self, axis=0)
         return replace(self, axis=None, segments=(), halves=False, name="replicate")
 
+    def of_linear(self, out_axis: int = 0) -> dict[str, Split]:
+        """The Splits of the weight and the bias of a linear layer, for one of its weight as ``[out, in]``.
+
+        Args:
+            out_axis: axis of the outputs in the weight as the layer stores it.
+
+        Example:
+            >>> {name: split.axis for name, split in COLUMNS.of_linear().items()}
+            {'weight': 1, 'bias': None}
+        """
+        axis = self.axis if self.axis is None or out_axis == 0 else (self.axis + out_axis) % 2
+        return {"weight": replace(self, axis=axis), "bias": self.of_bias}
+
     # -- the parts of each of n devices
 
     def segments_of(self, size: int) -> tuple[Segment, ...]:

@@ -18,7 +18,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.split import Segment, Split
 from ...nn.activation import activation
 from ...nn.layer import LayerStack, Module
-from ...nn.linear import Linear, linear_rules
+from ...nn.linear import Linear
 from ...nn.norm import LayerNorm
 from ..config import default_labels, label_names, labels_in, labels_of
 from ..family import PretrainedModel
@@ -115,12 +115,12 @@ def positions_past_padding(ids: jax.Array, indices: jax.Array, padding: int) -> 
 
 def split_fused_heads_over_mesh(name: str, heads: int, head_dim: int) -> dict[str, Any]:
     """Return sharding rules for one Linear whose outputs are all queries, then all keys, then all values."""
-    return linear_rules(name, Split(0, (Segment.head_aware(heads, head_dim),) * 3))
+    return {name: Split(0, (Segment.head_aware(heads, head_dim),) * 3)}
 
 
 def split_fused_features_over_mesh(name: str, features: int) -> dict[str, Any]:
     """Return sharding rules for one Linear whose outputs are the two inputs of a gated MLP's product."""
-    return linear_rules(name, Split(0, (Segment.even(features),) * 2))
+    return {name: Split(0, (Segment.even(features),) * 2)}
 
 
 class Pooler(Module):

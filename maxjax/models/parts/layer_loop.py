@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from ...graph.placement.split import COLUMNS, REPLICATED, ROWS, Segment, Split
 from ...nn.layer import LayerStack, Module
-from ...nn.linear import linear_rules
 from .cache import LayerCache
 
 C = TypeVar("C", bound=LayerCache)
@@ -61,15 +60,15 @@ def split_heads_over_mesh(
         head_dim: width of a head.
 
     Example:
-        >>> sorted(split_heads_over_mesh({"q_proj": 4}, {"o_proj": 4}, 8))
-        ['o_proj.bias', 'o_proj.weight', 'q_proj.bias', 'q_proj.weight']
+        >>> rules = split_heads_over_mesh({"q_proj": 4}, {"o_proj": 4}, 8)
+        >>> {name: (split.axis, split.segments) for name, split in rules.items()}
+        {'q_proj': (0, (Segment(size=32, num_heads=4),)), 'o_proj': (1, (Segment(size=32, num_heads=4),))}
     """
-    rules: dict[str, Any] = {}
-    for name, heads in outputs.items():
-        rules |= linear_rules(name, Split(0, (Segment.head_aware(heads, head_dim),)))
-    for name, heads in inputs.items():
-        rules |= linear_rules(name, Split(1, (Segment.head_aware(heads, head_dim),)))
-    return rules
+    return {
+        name: Split(axis, (Segment.head_aware(count, head_dim),))
+        for axis, layers in enumerate((outputs, inputs))
+        for name, count in layers.items()
+    }
 
 
 def split_features_over_mesh(outputs: Sequence[str], inputs: Sequence[str]) -> dict[str, Any]:
@@ -80,23 +79,15 @@ def split_features_over_mesh(outputs: Sequence[str], inputs: Sequence[str]) -> d
         inputs: attributes of the Linears whose inputs are inner features (down).
 
     Example:
-        >>> len(split_features_over_mesh(["gate_proj", "up_proj"], ["down_proj"]))
-        6
+        >>> {name: split.axis for name, split in split_features_over_mesh(["up_proj"], ["down_proj"]).items()}
+        {'up_proj': 0, 'down_proj': 1}
     """
-    rules: dict[str, Any] = {}
-    for name in outputs:
-        rules |= linear_rules(name, ROWS)
-    for name in inputs:
-        rules |= linear_rules(name, COLUMNS)
-    return rules
+    return dict.fromkeys(outputs, ROWS) | dict.fromkeys(inputs, COLUMNS)
 
 
 def replicate_over_mesh(*names: str) -> dict[str, Any]:
     """Return sharding rules by which every device holds these layers completely, such as a router or a small table."""
-    rules: dict[str, Any] = {}
-    for name in names:
-        rules |= linear_rules(name, REPLICATED)
-    return rules
+    return dict.fromkeys(names, REPLICATED)
 
 
 def kind_of(layer: Module) -> Hashable:

@@ -32,7 +32,7 @@ from ..kv_cache.kinds import KeysValues
 from ..kv_cache.paged import PagedCacheValues, over_pages
 from ..layer import Module
 from ..layer.sharded import sharded, strategy_by, tensor_parallel
-from ..linear import Linear, linear_rules
+from ..linear import Linear
 from ..norm import RMSNorm
 from ..rotary_embedding import RotaryEmbedding, rotate
 from ..stacked_linear import StackedLinear, stacked_rules
@@ -48,12 +48,11 @@ def heads_rules(qkv: Any, heads: int, kv_heads: int, width: int, at: str = "") -
         heads, kv_heads, width: sizes H, K and D.
     """
     segments = [Segment.head_aware(n, width) for n in (heads, kv_heads, kv_heads)]
-    rules = linear_rules("o_proj", Split(1, (Segment.head_aware(heads, width),)))
+    rules = {"o_proj": Split(1, (Segment.head_aware(heads, width),))}
     if qkv.stacked:
         return rules | stacked_rules(at.removesuffix("."), qkv, segments)
-    for name, segment in zip(qkv.names, segments, strict=True):
-        rules |= linear_rules(f"{at}{name}", Split(0, (segment,)))
-    return rules
+    each = zip(qkv.names, segments, strict=True)
+    return rules | {f"{at}{name}": Split(0, (segment,)) for name, segment in each}
 
 
 # --- the layer -------------------------------------------------------------------------------

@@ -312,7 +312,8 @@ class Module(OfModule, Layer, StateDict, ABC):
         """The rules by which :meth:`to` splits the weights in this Module over a mesh.
 
         Returns:
-            A map from attribute paths below this Module (``"q_proj.weight"``) to a Split
+            A map from attribute paths below this Module, of weights (``"norm.weight"``) or of linear layers
+            (``"q_proj"``: the rule of its weight ``[out, in]``, from which that of the bias follows), to a Split
             (``graph/placement/split.py``: ROWS, COLUMNS, REPLICATED, …), a PartitionSpec or a ShardingStrategy, whose
             number of devices is ignored. Rules of outer Modules take precedence.
         """

@@ -19,7 +19,7 @@ from ...errors import UserInputError, closest, some
 from ...graph.placement.arrays import device_of
 from ...graph.placement.mesh import EXPERTS, TENSOR, axis_of, check_distinct, check_mesh, sizes_text
 from ...graph.placement.specs import PartOf, by_pattern, names_in, place
-from ...graph.placement.split import Placed
+from ...graph.placement.split import Placed, Split
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
@@ -110,10 +110,11 @@ def _warn_of_replicated(places: Sequence[LeafPlace], mesh: Mesh) -> None:
         )
     each = [f"{one[1]} {list(one[2])} ({bytes_text(one[0])}: {one[3].why})" for one in found]
     total = bytes_text(sum(one[0] for one in found))
-    weights = "1 weight, which takes" if len(found) == 1 else f"{len(found)} weights, which take"
+    weights = "1 weight" if len(found) == 1 else f"{len(found)} weights"
+    over = dict.fromkeys(axis for *_, placed in found for axis in placed.undivided)
     warn(
-        f"to(mesh) replicates {weights} {total} on each device, as sizes do not divide by "
-        f"{sizes_text(mesh, placed.undivided)}: {some(each, 3)}. Remedy: {remedy}"
+        f"to(mesh) replicates {weights} over {sizes_text(mesh, tuple(over), ' and ')}, as sizes do not divide: "
+        f"{total} on each device: {some(each, 3)}. Remedy: {remedy}"
     )
 
 
@@ -203,16 +204,23 @@ def _check_strategy(strategy: Any, mesh: Any) -> None:
 def _module_rules(walk: Walk) -> dict[str, Any]:
     """Map from the attribute path of a weight to the rule of the outermost Module that has a rule for it.
 
-    For the tensors of a quantised weight it is a PartOf, with the rule of the whole weight.
+    A rule for a linear layer is one for its weight and its bias. For the tensors of a quantised weight it is a
+    PartOf, with the rule of the whole weight.
     """
     rule_of: dict[str, Any] = {}
     parts: dict[str, tuple[str, PartOf]] = {}
-    for module, path in zip(walk.modules, walk.paths, strict=True):
+    layers = dict(zip(walk.paths, walk.modules, strict=True))
+    for path, module in layers.items():
         for key, rule in module.sharding_rules().items():
+            split = getattr(rule, "shard", rule)
+            layer = layers.get(f"{path}{key}.")
             if isinstance(rule, PartOf):
                 parts[path + key] = path + rule.weight, rule
+            elif layer is not None and isinstance(split, Split):
+                for name, own in split.of_linear(getattr(layer, "out_axis", 0)).items():
+                    rule_of.setdefault(f"{path}{key}.{name}", own)
             else:
-                rule_of.setdefault(path + key, rule)
+                rule_of.setdefault(f"{path}{key}.weight" if layer is not None else path + key, rule)
     found = {path: part._replace(rule=rule_of.get(of)) for path, (of, part) in parts.items()}
     return rule_of | found
 

@@ -20,7 +20,7 @@ from ...graph.placement.specs import mesh_of
 from ...graph.placement.split import COLUMNS, ROWS
 from ...kernels import explicit
 from ..layer import ExpertStack, Module
-from ..linear import Linear, linear_rules, linears
+from ..linear import Linear, linears
 from ..quantized import QuantizedLinear
 from .algorithms import ExpertWeights, Kind, between, one_by_one
 from .experts import ExpertSplit, mixture, mixture_on_mesh, split_of
@@ -135,7 +135,7 @@ class Experts(ExpertStack):
         for i in self._mx_children:  # one stands for all experts where they are stacked
             for name in self.names:
                 split = COLUMNS if name == self.names[-1] else ROWS
-                rules |= linear_rules(f"{i}.{name}", replace(split, over=EXPERTS, whole=whole))
+                rules[f"{i}.{name}"] = replace(split, over=EXPERTS, whole=whole)
         return rules
 
     @property

@@ -29,7 +29,7 @@ from ..activation import GatedActivation
 from ..layer import LayerList, Module
 from ..layer.definition import unflatten
 from ..layer.sharded import sharded
-from ..linear import MLP, Linear, gated, linear_rules, mlp_rules
+from ..linear import MLP, Linear, gated, mlp_rules
 from .algorithms import ExpertWeights, Kind, between, one_by_one
 from .assignments import grouped_matmul_ragged, moe_create_indices, moe_finalize
 from .experts import ExpertSplit, mixture, split_of
@@ -357,7 +357,7 @@ class MoE(Module):
 
         The load of the devices is then equal, whichever experts the tokens choose.
         """
-        rules = linear_rules("gate.gate_score", REPLICATED)
+        rules = {"gate.gate_score": REPLICATED}
         for i in range(len(self.experts)):
             rules |= mlp_rules(f"experts.{i}.", EXPERTS)
         if self.has_shared_experts:
