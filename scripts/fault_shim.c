@@ -14,6 +14,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
@@ -150,6 +151,12 @@ WRITES(pwritev2, (int fd, const struct iovec *from, int n, off_t at, int flags),
        (fd, from, n, at, flags), (fd, from, HALF(n), at, flags))
 WRITES(pwritev64v2, (int fd, const struct iovec *from, int n, off64_t at, int flags),
        (fd, from, n, at, flags), (fd, from, HALF(n), at, flags))
+
+ON_FD(ssize_t, sendfile, (int to, int from, off_t *at, size_t n), to, (to, from, at, n))
+ON_FD(ssize_t, sendfile64, (int to, int from, off64_t *at, size_t n), to, (to, from, at, n))
+ON_FD(ssize_t, copy_file_range,
+      (int from, off64_t *at, int to, off64_t *there, size_t n, unsigned flags), to,
+      (from, at, to, there, n, flags))
 
 static mode_t mode_of(int flags, va_list arguments) {
     return flags & (O_CREAT | __O_TMPFILE) ? va_arg(arguments, mode_t) : 0;

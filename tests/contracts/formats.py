@@ -70,6 +70,7 @@ class Row:
         is_single: whether a checkpoint is one tensor, with the name "" or that of the file.
         cut: errors of a file that is cut.
         unneeded: files that may be cut without an error: pattern of their paths in the checkpoint.
+        optional: files that may be missing without an error: pattern of their paths.
         harmless: damage without an error: pattern of what :attr:`damage` says.
     """
 
@@ -84,6 +85,7 @@ class Row:
     is_single: bool = False
     cut: tuple[type[CheckpointError], ...] = (CheckpointTruncatedError,)
     unneeded: str = "$^"
+    optional: str = "$^"
     harmless: str = "$^"
 
     def __str__(self) -> str:
@@ -596,6 +598,8 @@ GGUF = (*_GGML, "Q4_0", "Q8_0", "Q4_K", "Q6_K")
 CUT = (CheckpointTruncatedError, CheckpointCorruptError)
 # Orbax does not look at the mark of the commit, nor at what the commit has copied of a process's part.
 UNNEEDED = r"commit_success\.txt|ocdbt\.process_0/"
+# A tree of orbax need not be in a checkpoint.
+OPTIONAL = rf"{UNNEEDED}|_CHECKPOINT_METADATA"
 # The times of the save, and how hard it tried to compress.
 HARMLESS = r"timestamp_nsecs|level = -1$"
 
@@ -607,6 +611,7 @@ FORMATS = [
     Row(
         "safetensors set", "set", SAFETENSORS, write_set, load_set, damage_set,
         partial(converted, "safetensors set", overwrite=True, max_shard_size=200),
+        optional="index",  # the files have all tensors
         harmless="total_size",  # files of Hugging Face have wrong ones: maxjax warns
     ),
     Row("gguf", "model.gguf", GGUF, write_gguf, load_gguf, damage_gguf, save_gguf, shapes=((7,),)),
@@ -621,18 +626,21 @@ FORMATS = [
     ),
     Row("npy", "model.npy", NUMPY, write_npy, load_npy, damage_npy, is_single=True),
     Row("pytorch", "model.pt", TORCH, write_torch, load_torch, damage_torch),
-    Row("pytorch set", "set", TORCH, write_torch_set, load_torch_set, damage_torch_set),
+    Row(
+        "pytorch set", "set", TORCH, write_torch_set, load_torch_set, damage_torch_set,
+        optional="index",
+    ),
     Row(
         "pytorch legacy", "model.pt", TORCH, partial(write_torch, is_legacy=True), load_torch,
         damage_legacy,
     ),
     Row(
         "orbax", "run", ORBAX, write_orbax, load_orbax, damage_orbax, partial(converted, "orbax", to="orbax"),
-        shapes=((),), cut=CUT, unneeded=UNNEEDED, harmless=HARMLESS,
+        shapes=((),), cut=CUT, unneeded=UNNEEDED, optional=OPTIONAL, harmless=HARMLESS,
     ),
     Row(
         "orbax files", "run", ORBAX, partial(write_orbax, use_ocdbt=False, use_zarr3=True),
-        load_orbax, damage_orbax, shapes=((),), cut=CUT, unneeded=UNNEEDED, harmless=HARMLESS,
+        load_orbax, damage_orbax, shapes=((),), cut=CUT, unneeded=UNNEEDED, optional=OPTIONAL, harmless=HARMLESS,
     ),
 ]  # fmt: skip
 

@@ -61,7 +61,7 @@ class Tree:
     """The leaves of one tree, its text leaves (name → text), and its custom metadata.
 
     ``is_dense`` says that all chunks of the arrays are stored, even those of zeros, which orbax
-    before 0.6 left out.
+    before 0.6 left out; ``is_ocdbt`` that they were written to one database, which has a manifest.
     """
 
     directory: str
@@ -69,6 +69,7 @@ class Tree:
     strings: dict[str, str]
     metadata: dict[str, str]
     is_dense: bool
+    is_ocdbt: bool
 
 
 def read_tree(directory: str, limits: Limits) -> Tree:
@@ -106,6 +107,7 @@ def read_tree(directory: str, limits: Limits) -> Tree:
         _strings(directory, leaves, limits),
         texts(document.get("custom_metadata")),
         document.get("store_array_data_equal_to_fill_value") is True,
+        document.get("use_ocdbt") is True,
     )
 
 

@@ -39,7 +39,7 @@ from .paths import TreeLocation, locate, other_step
 from .paths import is_orbax as is_orbax
 from .paths import orbax_items as orbax_items
 from .paths import steps as steps
-from .store import Store, prefix
+from .store import MANIFEST, Store, missing, prefix
 from .zarr import DRIVERS, ArrayDescription, check_chunks, check_write_shape, read_description
 
 # The maximum bytes that zstd can expand one byte to.
@@ -170,6 +170,9 @@ def _describe(store: Store, tree: Tree, limits: Limits) -> list[tuple[Leaf, Arra
     requests, drivers = [], []
     for leaf in leaves:
         present = [kind for kind, end in DRIVERS.items() if end in chunks[leaf.name]]
+        if not present and tree.is_ocdbt and not store.is_ocdbt:
+            manifest = os.path.join(store.directory, MANIFEST)
+            raise missing(path=manifest, tensor=leaf.name)
         if len(present) != 1:
             raise CheckpointMissingError(
                 "the description of the array is missing",
