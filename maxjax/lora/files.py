@@ -62,8 +62,10 @@ def save(path: str | os.PathLike[str], model: Module, *, base: str | None = None
     head of a model for texts, tokens or answers, trained or not, as PEFT expects it, unless it has LoRA weights or is
     quantised.
 
-    Tensors have the names of the modules of transformers 5, where these differ from those in the base model's files. An
-    update of a layer that transformers has as several layers, such as queries, keys and values, is written for each.
+    Tensors have the names of the modules of transformers 5, where these differ from those in the base model's files: in
+    the model that PEFT opens the adapter with, which is the whole one if the base model was loaded from a multimodal
+    checkpoint. An update of a layer that transformers has as several layers, such as queries, keys and values, is
+    written for each.
 
     If the directory already holds an adapter, that one stays valid until the new one is complete. If several
     processes share the model's mesh, all of them must make the call.

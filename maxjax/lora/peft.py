@@ -20,6 +20,7 @@ from ..errors import (
 )
 from ..graph.weights import WeightData
 from ..models.family import PretrainedModel
+from ..models.multimodal import module_prefixes
 from ..models.names import Names, Prefix, Unwrap
 from ..models.parts.encoder import Encoder
 from ..models.parts.heads import ANSWER, CLASSIFY, FILL_MASK, TAG
@@ -198,8 +199,15 @@ def table_of(model: Module) -> Names:
     names, config = model.family.names, model.hf_config or {}
     if "auto_map" not in config or config.get("model_type") == model.family.model_type:
         names = names.of_modules()
+    names = names.inside(_prefixes(model))
     headless = getattr(model, "lm_head", model) is None and model.task is None
     return names.without_head() if headless else names
+
+
+def _prefixes(model: Module) -> Mapping[str, str]:
+    """The prefixes of a text model's names in transformers' multimodal model, from whose file it was loaded."""
+    unloaded = model.unloaded if isinstance(model, PretrainedModel) else None
+    return {} if unloaded is None else module_prefixes(unloaded.config_with(None))
 
 
 def is_update(tensor: str) -> bool:
@@ -549,6 +557,7 @@ def _target_modules(model: Module, adapted: list[str]) -> list[str] | str:
         if (parts := name.split("."))
         for k in range(len(parts))
     )
-    if {*found}.isdisjoint(map(".".join, ends)):
+    is_part = bool(_prefixes(model))  # beside modules whose names are not known here
+    if not is_part and {*found}.isdisjoint(map(".".join, ends)):
         return found
     return "|".join(map(re.escape, adapted))

@@ -202,6 +202,18 @@ WRAPPERS: dict[str, Wrapper] = {
     "nemotron_h_omni": Wrapper("nemotron_h", "text"),
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), Wrapper("opt", "text")),
 }
+# The results of ``module_prefixes`` that are not the usual one.
+_PREFIXES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), {"model.text_model.": "model."}),
+    **dict.fromkeys(
+        ("nemotron_h_omni", "blip-2", "instructblip", "instructblipvideo"), {"language_model.": ""}
+    ),
+    **dict.fromkeys(
+        ("qwen2_5_omni", "qwen3_omni_moe"),
+        {"thinker.model.language_model.": "model.", "thinker.": ""},
+    ),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "llama4"), {}),
+}
 # ``architectures`` of multimodal models → their ``model_type``.
 ARCHITECTURES: dict[str, str] = {
     "Mistral3ForConditionalGeneration": "mistral3",
@@ -281,9 +293,7 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         {'hidden_size': 8, 'tie_word_embeddings': True, 'architectures': ['Gemma3ForCausalLM'],
          'model_type': 'gemma3_text'}
     """
-    listed = raw.get("architectures")
-    first = listed[0] if isinstance(listed, list) and listed else None
-    kind = ARCHITECTURES.get(first) if isinstance(first, str) else raw.get("model_type")
+    kind = _kind(raw)
     wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None
     outer = raw if wrapper is None else _outer(raw)
     given = outer.get("text_config")
@@ -313,6 +323,29 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     names = {"architectures": [text.architecture], "model_type": text.model_type}
     defaults = {key: value for key, value in text.defaults.items() if _ALSO.get(key) not in given}
     return {**defaults, **_without_sections(given), **shared, **text.always, **names}
+
+
+def _kind(raw: Mapping[str, Any]) -> Any:
+    """The ``model_type`` that ``architectures`` stands for, or else that of the file."""
+    listed = raw.get("architectures")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    return ARCHITECTURES.get(first) if isinstance(first, str) else raw.get("model_type")
+
+
+def module_prefixes(raw: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return where the text model is among the modules of transformers' model of a ``config.json``.
+
+    Returns:
+        Prefix of the names there → prefix in the text model alone; empty if the model is not multimodal, or if
+        transformers loads the text model alone as a language model.
+
+    Example:
+        >>> module_prefixes({"model_type": "gemma3"}), module_prefixes({"model_type": "llama"})
+        ({'model.language_model.': 'model.'}, {})
+    """
+    kind = _kind(raw)
+    usual = {"model.language_model.": "model."} if kind in WRAPPERS else {}
+    return _PREFIXES.get(kind, usual)
 
 
 def _is_tied(wrapper: Wrapper, outer: Any, inner: Any) -> Any:

@@ -611,6 +611,10 @@ class Names:
         """
         return Names(*(row.of_modules() for row in self.rows))
 
+    def inside(self, prefixes: Mapping[str, str]) -> Names:
+        """This table for the names in a model that this one is a part of: prefix there → prefix here."""
+        return Names(Prefix(prefixes, written=True), *self.rows)
+
     def without_head(self) -> Names:
         """This table to write the model without its head, whose names lack :attr:`headless_prefix`."""
         rows = self.rows

@@ -16,6 +16,7 @@ from maxjax import lora
 from maxjax.errors import CheckpointFormatError, CheckpointMismatchError
 from maxjax.lora.peft import base_weights, table_of
 from tests.lora.test_peft import unwarned
+from tests.models import test_multimodal
 from tests.models.decoders import SMALL, drawn, ids_of
 from tests.models.families import cases
 from tests.oracles.models import OracleModel, content, opened
@@ -43,6 +44,10 @@ CASES = {
         "enable_moe_block": True, "num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 12,
         "hidden_size_per_layer_input": 0, "num_hidden_layers": 1, "layer_types": ["full_attention"],
         "global_head_dim": 12, "head_dim": 8}, {"target_modules": ["q_proj", "router.proj"]}),
+    # The text model of a multimodal one, whose vision tower has layers of the same names.
+    "inside": ("Mistral3ForConditionalGeneration", {}, {
+        "target_modules": r"model\.language_model\.layers\..*\.(q_proj|down_proj)",
+        "modules_to_save": ["language_model.norm"]}),
     # Tensors with all experts of a layer, which the file has one by one.
     "experts": ("MixtralForCausalLM", _EXPERTS, {"target_modules": ["q_proj"], "modules_to_save": ["experts"]}),
     "transposed experts": ("GptOssForCausalLM", {**_EXPERTS, "layer_types": ["full_attention"], "head_dim": 8}, {
@@ -60,6 +65,9 @@ CASES = {
 
 def theirs(name):
     kind, settings, _ = CASES[name]
+    if name == "inside":
+        with tempfile.TemporaryDirectory() as directory:
+            return test_multimodal.theirs(kind, Path(directory))
     config = kind.replace("ForCausalLM", "Config").replace("ForMaskedLM", "Config")
     config = config.replace("Gemma4", "Gemma4Text")
     settings = settings if "MaskedLM" in kind else {**SMALL, **settings}
@@ -102,7 +110,9 @@ def run(model, ids=IDS):
 
 
 @pytest.mark.fast("split with biases")
-@pytest.mark.default("renamed head", "router", "transposed experts", "split, some of three")
+@pytest.mark.default(
+    "renamed head", "inside", "router", "transposed experts", "split, some of three"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_of_peft_give_its_logits_and_are_written_with_its_names(name, tmp_path):
     made, answer = trained(name)
