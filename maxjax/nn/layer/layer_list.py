@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.weight import Weight
 from ...rendering.rendered import summary
+from .contents import MIXED, holds_items
 from .hooks import Layer
 from .module import Module
-from .static import MIXED, freeze, holds_items
+from .static import freeze
 from .watched import AssignedList
 
 if TYPE_CHECKING:

@@ -30,11 +30,12 @@ from ...graph.weight.weight import Weight
 from . import call_stack, calls, hooks
 from . import place as placing
 from .compiled_from import CompiledFrom
+from .contents import holds_items
 from .definition import Cache, Definition, cache_of, flatten, flatten_with_keys, unflatten
 from .hooks import Layer
 from .rows import OfModule
 from .state import StateDict
-from .static import Live, freeze, holds_items, unread_fields, unshared
+from .static import Live, freeze, unread_fields, unshared
 from .walk import Walk
 from .watched import AssignedList
 
@@ -208,7 +209,12 @@ class Module(OfModule, Layer, StateDict, ABC):
                 raise TypeError(
                     f"{where} is a Weight: {where}.value = array gives it a value, load_state_dict() several"
                 )
-            value, key = freeze(value, where)
+            try:
+                value, key = freeze(value, where)
+            except RecursionError:
+                raise TypeError(
+                    f"{where} is a {type(value).__name__} that contains itself"
+                ) from None
             is_same = name in self._mx_statics and self._mx_statics[name] == key
             if is_same and type(key) is not Live and not unread_fields(type(value)):
                 return

@@ -3,7 +3,7 @@
 Attributes that are neither Weights nor Modules become part of the treedef, so they must
 compare by content and must not hide arrays, which would be missing from leaves, gradients and saved checkpoints.
 They are constants, frozen copies, or instances of dataclasses and namespaces, which are compared by their
-fields whenever JAX takes the Module apart.
+fields whenever JAX takes the Module apart. Any other object that compares by identity is refused.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
 import hashlib
+import inspect
 import logging
 import types
-from collections import Counter, UserDict, UserList, deque
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable
+from functools import cached_property, lru_cache, partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ...graph.dim import Dim
-from ...graph.value import TensorValue
-from ...graph.weight.transpose import WeightTranspose
 from ...graph.weight.weight import Weight
+from .contents import MIXED, hidden_in, hidden_refusal, is_item, is_tracked, pytree_array
 from .hooks import Layer
 
-_SCALARS = (bool, int, str, bytes, type(None))
+_SCALARS = (bool, int, str, bytes, type(None), type(...))
+_HELD_BY = (
+    "Hold Modules in a list, tuple or LayerList (for a dict: module.xs = list(d.values()); "
+    "module.names = list(d)), and each Weight in an attribute of its own"
+)
 # The largest NumPy array, in bytes, that may be a constant of a Module.
 CONSTANT_BYTES = 1 << 20
 
@@ -111,66 +114,45 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
         return value, (kind, value)
     if kind is float or kind is complex:
         return value, (kind, repr(value))  # repr distinguishes -0.0 from 0.0, and nan equals itself
-    if isinstance(value, np.ndarray):
-        return _freeze_array(value, where)
+    if (fields := _fields(kind)) is not None:
+        return _freeze_fields(value, where, fields)
     if isinstance(value, np.generic):  # compare bytes: -0.0 differs from 0.0, and nan equals itself
         return value, (kind, str(value.dtype), value.tobytes())
-    if isinstance(value, Dim):  # immutable; its class determines what it is made of
-        return value, (kind, value)
+    if isinstance(value, np.ndarray):
+        return _freeze_array(value, where)
     if isinstance(value, jax.Array):
         raise TypeError(_array_refusal(where, "is an array"))
-    if isinstance(value, (Layer, Weight, WeightTranspose)) and _is_tracked(value):
+    if is_tracked(value):
         raise TypeError(
             f"{where} holds a {kind.__name__} inside a container, where it would not be found. {_HELD_BY}"
         )
-    if kind in _FREEZERS:
-        return _FREEZERS[kind](value, where)
-    if _has_fields(value):
-        if hidden := _pytree_array(value):
-            raise TypeError(_hidden_refusal(where, kind, hidden))
-        return _freeze_fields(value, where)
-    return _freeze_other(value, where)
+    if isinstance(value, (list, tuple)):
+        return _freeze_sequence(value, where)
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return _freeze_dict(value, where)
+    if isinstance(value, (set, frozenset)):
+        keys = _keys_of_constants(value, where, *value)
+        return frozenset(value), (frozenset, frozenset(keys))
+    if isinstance(value, slice):
+        return value, (kind, *_keys_of_constants(value, where, value.start, value.stop, value.step))
+    if isinstance(value, partial):
+        parts = value.func, *value.args, *value.keywords.values()
+        names = tuple(value.keywords)
+        return value, (kind, names, *_keys_of_constants(value, where, *parts))
+    if isinstance(owner := getattr(value, "__self__", None), Layer):
+        raise TypeError(
+            f"{where} is a method of a Module, which a treedef cannot hold without its weights: "
+            "keep the name of the method, or a plain function"
+        )
+    if isinstance(value, _METHODS) and not isinstance(owner, _OWNERS):
+        function = getattr(value, "__func__", value.__name__)
+        return value, (kind, *_keys_of_constants(value, where, function, owner))
+    return _freeze_whole(value, where)
 
 
-def _freeze_parts(value: Any, parts: Any, where: str, *head: Hashable) -> tuple[Any, Hashable]:
-    """A value that is held itself, and its key, made of those of its parts; a Live one if a part can change."""
-    parts = list(parts)
-    pairs = [freeze(part, where) for part in parts]
-    keys = (*head, *(key for _, key in pairs))
-    can_change = any(held is not part for (held, _), part in zip(pairs, parts, strict=True))
-    return value, Live(keys) if can_change else _key(keys)
-
-
-def _key(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    return Live(keys) if any(type(key) is Live for key in keys) else keys
-
-
-_HELD_BY = (
-    "Hold Modules in a list, tuple or LayerList (for a dict: module.xs = list(d.values()); "
-    "module.names = list(d)), and each Weight in an attribute of its own"
-)
-MIXED = (
-    "; a list holds Modules or plain data, not both: give the Modules a list of their own, "
-    "for example module.layers = [layer]"
-)
-
-
-def is_item(value: Any) -> bool:
-    """Whether a list with this value is a list of Modules: the value is a Module, or a shard of a Weight."""
-    if isinstance(value, Weight):
-        return value.shard_idx is not None
-    return isinstance(value, Layer) and _is_tracked(value)
-
-
-def holds_items(value: list | tuple) -> bool | None:
-    """Whether a list or tuple holds Modules, also in nested lists; None if it is not known.
-
-    It is not known for an empty list, to which Modules may be appended later.
-    """
-    if not value:
-        return None if type(value) is list else False
-    found = [holds_items(item) if type(item) in (list, tuple) else is_item(item) for item in value]
-    return True if True in found else False if False in found else None
+# Methods of objects; what is a method of a module or None is a function.
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_OWNERS = (types.ModuleType, type(None))
 
 
 def _array_refusal(where: str, what: str) -> str:
@@ -181,18 +163,22 @@ def _array_refusal(where: str, what: str) -> str:
     )
 
 
+def _key(*parts: Any) -> tuple[Any, ...]:
+    return Live(parts) if any(type(part) is Live for part in parts) else parts
+
+
 def _freeze_array(value: np.ndarray, where: str) -> tuple[Any, Hashable]:
     """A read-only copy of an array, which is compared by dtype, shape and a digest of its bytes."""
+    what = ""
     if type(value) not in (np.ndarray, np.memmap):
-        raise TypeError(
-            _array_refusal(where, f"is a {type(value).__name__}, which cannot be a constant")
-        )
-    if value.dtype.hasobject:
-        raise TypeError(_array_refusal(where, "is an array of Python objects"))
-    if value.nbytes > CONSTANT_BYTES:
+        what = f"is a {type(value).__name__}, which cannot be a constant"
+    elif value.dtype.hasobject:
+        what = "is an array of Python objects"
+    elif value.nbytes > CONSTANT_BYTES:
         what = (
             f"is an array of {value.nbytes:,} bytes, and a constant has at most {CONSTANT_BYTES:,}"
         )
+    if what:
         raise TypeError(_array_refusal(where, what))
     held = value
     if value.flags.writeable or value.base is not None or type(value) is not np.ndarray:
@@ -202,108 +188,102 @@ def _freeze_array(value: np.ndarray, where: str) -> tuple[Any, Hashable]:
     return held, (np.ndarray, str(held.dtype), held.shape, digest)
 
 
-def _is_tracked(value: Any) -> bool:
-    return not isinstance(value, Layer) or hasattr(type(value), "raw_state_dict")
+def _freeze_sequence(value: list | tuple, where: str) -> tuple[Any, Hashable]:
+    pairs = [freeze(item, where) for item in value]
+    items, keys = [held for held, _ in pairs], [key for _, key in pairs]
+    if isinstance(value, list):
+        return FrozenList(items), _key(list, *keys)
+    is_same = all(map(is_, items, value))
+    return value if is_same else tuple.__new__(type(value), items), _key(type(value), *keys)
 
 
-def _freeze_sequence(value: Any, where: str) -> tuple[Any, Hashable]:
-    if type(value) is tuple:
-        return _freeze_tuple(value, where)
-    pairs = [freeze(v, where) for v in value]
-    return FrozenList(v for v, _ in pairs), _key((list, *(key for _, key in pairs)))
-
-
-def _freeze_tuple(value: tuple[Any, ...], where: str) -> tuple[Any, Hashable]:
-    pairs = [freeze(v, where) for v in value]
-    keys = _key((tuple, *(key for _, key in pairs)))
-    held = tuple(v for v, _ in pairs)
-    return value if all(map(is_, held, value)) else held, keys
-
-
-def _freeze_dict(value: dict, where: str) -> tuple[Any, Hashable]:
-    items = {k: freeze(v, where) for k, v in value.items()}
-    # The key includes the order: a module may iterate over the dict.
-    keys = tuple((freeze(k, where)[1], key) for k, (_, key) in items.items())
-    frozen = FrozenDict({k: v for k, (v, _) in items.items()})
-    default = getattr(
-        value, "default" if isinstance(value, FrozenDict) else "default_factory", None
-    )
-    if isinstance(value, Counter):
-        default = int
+def _freeze_dict(value: Any, where: str) -> tuple[Any, Hashable]:
+    pairs = {name: freeze(item, where) for name, item in value.items()}
+    held = FrozenDict({name: item for name, (item, _) in pairs.items()})
+    name = "default" if isinstance(value, FrozenDict) else "default_factory"
+    default = int if isinstance(value, Counter) else getattr(value, name, None)
     if default is not None:
-        frozen.default, keys = default, (*keys, freeze(default, where)[1])
-    is_live = any(type(key) is Live for _, key in items.values())
-    return frozen, Live((dict, *keys)) if is_live else (dict, *keys)
+        held.default = default
+    # The key includes the order: a module may iterate over the dict.
+    items = (_key(freeze(name, where)[1], key) for name, (_, key) in pairs.items())
+    return held, _key(dict, freeze(default, where)[1], *items)
 
 
-def _freeze_proxy(value: types.MappingProxyType, where: str) -> tuple[Any, Hashable]:
-    return value, Live((types.MappingProxyType, freeze(dict(value), where)[1]))
+def _keys_of_constants(value: Any, where: str, *parts: Any) -> list[Hashable]:
+    """The keys of the parts of a value, which must be constants."""
+    pairs = [freeze(part, where) for part in parts]
+    for (held, key), part in zip(pairs, parts, strict=True):
+        if held is not part or type(key) is Live:
+            kind, what = type(value).__name__, type(part).__name__
+            raise TypeError(
+                f"{where} is a {kind} of a {what}, which can change: use constants, such as a tuple for a list"
+            )
+    return [key for _, key in pairs]
 
 
-def _freeze_set(value: Any, where: str) -> tuple[Any, Hashable]:
-    keys = frozenset(freeze(v, where)[1] for v in value)
-    kind = Live if any(type(key) is Live for key in keys) else tuple
-    return frozenset(value), kind((frozenset, keys))
+class _Fields(NamedTuple):
+    """What is known of a dataclass or of SimpleNamespace.
+
+    Attributes:
+        names: fields of the dataclass.
+        computed: attributes that are values of a cached_property.
+        unread: fields that no call reads.
+        frozen: whether fields cannot be assigned.
+    """
+
+    names: list[str]
+    computed: set[str]
+    unread: frozenset[str]
+    frozen: bool
 
 
-def _freeze_partial(value: functools.partial, where: str) -> tuple[Any, Hashable]:
-    names = tuple(value.keywords)
-    parts = (value.func, *value.args, *value.keywords.values())
-    return _freeze_parts(value, parts, where, functools.partial, len(value.args), names)
-
-
-def _freeze_slice(value: slice, where: str) -> tuple[Any, Hashable]:
-    return _freeze_parts(value, (value.start, value.stop, value.step), where, slice)
-
-
-def _freeze_fields(value: Any, where: str) -> tuple[Any, Hashable]:
-    """An object that consists of fields (dataclass, namespace), which is held itself."""
-    kind, unread = type(value), unread_fields(type(value))
-    fields = {name: v for name, v in fields_of(value).items() if name not in unread}
-    pairs = {name: freeze(v, f"{where}.{name}") for name, v in fields.items()}
-    keys = (kind, *((name, key) for name, (_, key) in pairs.items()))
-    is_constant = _is_frozen(kind) and all(
-        held is fields[name] and type(key) is not Live for name, (held, key) in pairs.items()
-    )
-    return value, keys if is_constant else Live(keys)
-
-
-def _has_fields(value: Any) -> bool:
-    kind = type(value)
-    return kind is types.SimpleNamespace or dataclasses.is_dataclass(kind)
-
-
-def _is_frozen(kind: Any) -> bool:
+@lru_cache(maxsize=4096)
+def _fields(kind: type) -> _Fields | None:
+    """What is known of the fields of a class; None if its objects are not made of fields."""
+    if kind is types.SimpleNamespace:
+        return _Fields([], set(), frozenset(), False)
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, (Layer, Weight)):
+        return None
+    known = {name: inspect.getattr_static(kind, name) for name in dir(kind)}
+    # A derived class may have a property in place of a field, which is computed and may raise any error.
+    fields = [field.name for field in dataclasses.fields(kind)]
+    names = [name for name in fields if not isinstance(known.get(name), property)]
+    computed = {name for name, one in known.items() if isinstance(one, cached_property)}
     # A subclass without the decorator can have other attributes, which can be assigned.
-    return "__dataclass_params__" in vars(kind) and kind.__dataclass_params__.frozen
+    params = vars(kind).get("__dataclass_params__")
+    unread = getattr(kind, "_mx_unread", frozenset())
+    return _Fields(names, computed, unread, params is not None and params.frozen)
 
 
 def unread_fields(kind: type) -> frozenset[str]:
     """The fields of a dataclass that no call reads, by which models are therefore not compared (``_mx_unread``)."""
-    return getattr(kind, "_mx_unread", _NONE) if dataclasses.is_dataclass(kind) else _NONE
-
-
-_NONE: frozenset[str] = frozenset()
+    fields = _fields(kind)
+    return frozenset() if fields is None else fields.unread
 
 
 def fields_of(value: Any) -> dict[str, Any]:
     """The fields of an instance of a dataclass and all its other attributes, or the attributes of a namespace."""
-    found = dict(getattr(value, "__dict__", {}))
-    if dataclasses.is_dataclass(value):
-        fields = [f.name for f in dataclasses.fields(value)]
-        # Values computed from the fields, which a cached_property keeps, are no attributes of their own.
-        cached = {
-            n for n in found if isinstance(getattr(type(value), n, None), functools.cached_property)
-        }
-        # A derived class may have a property in place of a field, which is computed and may raise any error.
-        computed = {n for n in fields if isinstance(getattr(type(value), n, None), property)}
-        own = {
-            n: getattr(value, n)
-            for n in fields
-            if n in found or (n not in computed and hasattr(value, n))
-        }
-        found = {**own, **{n: v for n, v in found.items() if n not in own and n not in cached}}
+    fields = _fields(type(value))
+    assert fields is not None
+    found = {name: getattr(value, name) for name in fields.names if hasattr(value, name)}
+    found.update(getattr(value, "__dict__", {}))
+    for name in fields.computed & found.keys():
+        del found[name]
     return found
+
+
+def _freeze_fields(value: Any, where: str, fields: _Fields) -> tuple[Any, Hashable]:
+    """An object that consists of fields (dataclass, namespace), which is held itself."""
+    if hidden := pytree_array(value):
+        raise TypeError(hidden_refusal(where, type(value), hidden))
+    keys: list[Hashable] = [type(value)]
+    is_frozen = fields.frozen
+    for name, part in fields_of(value).items():
+        if name not in fields.unread:
+            held, key = freeze(part, f"{where}.{name}")
+            keys += (name, key)
+            is_frozen = is_frozen and held is part and type(key) is not Live
+    return value, tuple(keys) if is_frozen else Live(keys)
 
 
 def unshared(value: Any, memo: dict[int, Any]) -> Any:
@@ -315,184 +295,51 @@ def unshared(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     new = value
-    if _has_fields(value):
+    if _fields(type(value)) is not None:
         new = memo[id(value)] = copy.copy(value)
-        for name, held in fields_of(value).items():
-            object.__setattr__(new, name, unshared(held, memo))
+        for name, part in fields_of(value).items():
+            object.__setattr__(new, name, unshared(part, memo))
     elif isinstance(value, list):
         new = copy.copy(value)
-        list.__setitem__(new, slice(None), [unshared(held, memo) for held in value])
+        list.__setitem__(new, slice(None), [unshared(part, memo) for part in value])
     elif isinstance(value, dict):
         new = copy.copy(value)
-        dict.update(new, {name: unshared(held, memo) for name, held in value.items()})
+        dict.update(new, {name: unshared(part, memo) for name, part in value.items()})
     elif isinstance(value, tuple):
-        items = [unshared(held, memo) for held in value]
-        new = tuple.__new__(type(value), items)
-    elif isinstance(value, functools.partial):
-        args = [unshared(held, memo) for held in value.args]
-        given = {name: unshared(held, memo) for name, held in value.keywords.items()}
-        new = functools.partial(value.func, *args, **given)
-    elif isinstance(value, types.MappingProxyType):
-        new = types.MappingProxyType(unshared(dict(value), memo))
+        new = tuple.__new__(type(value), [unshared(part, memo) for part in value])
     elif isinstance(value, set) or (isinstance(value, np.ndarray) and value.flags.writeable):
         new = value.copy()
     return new
 
 
-def _freeze_other(value: Any, where: str) -> tuple[Any, Hashable]:
-    if isinstance(value, types.MethodType) and isinstance(value.__self__, Layer):
+# --- values that are compared as a whole ---------------------------------------------------------
+
+
+def _freeze_whole(value: Any, where: str) -> tuple[Any, Hashable]:
+    """A function, another constant, or a value that is compared by the ``==`` of its class."""
+    kind = type(value)
+    if hidden := hidden_in(value):
+        raise TypeError(hidden_refusal(where, kind, hidden))
+    # Functions that JAX, NumPy or functools has made of other functions are objects of their classes.
+    library = kind.__module__.partition(".")[0]
+    is_function = callable(value) and library in ("jax", "jaxlib", "numpy", "functools")
+    is_constant = is_function or isinstance(value, _CONSTANTS) or kind.__eq__ is not object.__eq__
+    try:
+        is_constant = is_constant and hash(value) is not None
+    except Exception:  # a __hash__ of whatever class it is
+        is_constant = False
+    if not is_constant:
         raise TypeError(
-            f"{where} is a method of a Module, which a treedef cannot hold without its weights: "
-            "keep the name of the method, or a plain function"
-        )
-    if isinstance(value, (list, dict, set)):
-        plain = next(kind for kind in (list, dict, set) if isinstance(value, kind))
-        return _FREEZERS[plain](value, where)
-    if isinstance(value, tuple):  # namedtuples keep their class
-        return _freeze_parts(value, value, where, type(value))
-    if isinstance(value, types.MethodType):
-        return _freeze_parts(value, (value.__self__,), where, types.MethodType, value.__func__)
-    if hidden := _hidden(value):
-        raise TypeError(_hidden_refusal(where, type(value), hidden))
-    if not _is_constant(value):
-        raise TypeError(
-            f"{where} is a {type(value).__name__}, which can change and compares by identity: a compiled function "
+            f"{where} is a {kind.__name__}, which can change and compares by identity: a compiled function "
             "would go on with its old attributes. Make its class a dataclass (import dataclasses; "
             "@dataclasses.dataclass), whose fields are compared, or a Module; or pass it to __call__ as an argument"
         )
-    return value, (type(value), value)
+    return value, (kind, value)
 
 
-def _is_constant(value: Any) -> bool:
-    """Whether an object cannot change, or compares by a content of its own."""
-    kind = type(value)
-    if kind.__hash__ is None:
-        return False
-    if isinstance(value, _CONSTANTS) or kind.__eq__ is not object.__eq__:
-        return True
-    if kind.__module__.partition(".")[0] in _CONSTANT_LIBRARIES:
-        return True
-    return not hasattr(value, "__dict__") and not any(
-        vars(base).get("__slots__") for base in kind.__mro__
-    )
-
-
+# They cannot change, or have no effect on results. JAX has one Mesh and one PartitionSpec of each content.
 _CONSTANTS = (
-    type, enum.Enum, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, np.ufunc,
-    property, classmethod, staticmethod, logging.Logger,
+    type, enum.Enum, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, property, classmethod, staticmethod, logging.Logger, jax.Device, jax.sharding.Mesh,
+    jax.sharding.PartitionSpec,
 )  # fmt: skip
-# Their objects are functions, devices, meshes and such.
-_CONSTANT_LIBRARIES = frozenset(
-    {"maxjax", "jax", "jaxlib", "numpy", "functools", "builtins", "typing"}
-)
-
-
-# The maximum number of values in an object that are searched for arrays; the search of larger objects stops there.
-_MOST_SEARCHED = 20_000
-_NEVER_SEARCHED = (
-    type, enum.Enum, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, complex, np.generic, np.dtype,
-    np.ndarray, jax.sharding.Mesh, jax.sharding.Sharding, jax.Device, jax.ShapeDtypeStruct,
-)  # fmt: skip
-
-
-def _hidden(root: Any) -> str | None:
-    """Describes the first array, Weight or Module inside an object; None if there is none.
-
-    NumPy arrays in plain objects are constants and are allowed. Arrays of JAX or of another
-    library, Weights, Modules, and all arrays of a registered pytree are not allowed.
-    """
-    if isinstance(root, (TensorValue, *_NEVER_SEARCHED)):
-        return None  # code written for MAX stores TensorValues that it created during a call
-    seen: dict[int, Any] = {}
-    queue = [root]
-    for value in queue:  # grows while it runs
-        if (found := _array_like(value)) is not None:
-            return found
-        if isinstance(value, (Weight, Layer)) and _is_tracked(value):
-            return f"a {type(value).__name__}"
-        if (found := _pytree_array(value)) is not None:
-            return found
-        for inner in _inside(value):
-            if id(inner) not in seen and not isinstance(inner, _NEVER_SEARCHED):
-                seen[id(inner)] = inner
-                queue.append(inner)
-        if len(queue) > _MOST_SEARCHED:
-            return None
-    return None
-
-
-def _array_like(value: Any) -> str | None:
-    kind = type(value)
-    if isinstance(value, (np.ndarray, np.generic)):
-        return None
-    if (
-        isinstance(value, jax.Array)
-        or hasattr(kind, "__jax_array__")
-        or hasattr(kind, "__dlpack__")
-    ):
-        return f"a {kind.__name__}"
-    return None
-
-
-def _pytree_array(value: Any) -> str | None:
-    """The first array in a pytree that is not a plain container."""
-    if isinstance(value, (list, tuple, dict, type(None))) or jax.tree_util.all_leaves([value]):
-        return None
-    for leaf in jax.tree.leaves(value):
-        if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)) or _array_like(leaf) is not None:
-            return f"a {type(leaf).__name__}"
-    return None
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """The values inside a value: items, attributes, and variables in a function's closure."""
-    if isinstance(value, types.FunctionType):
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # an empty cell
-                pass
-    if isinstance(value, types.MethodType):
-        yield value.__self__
-        yield value.__func__
-    if isinstance(value, (dict, UserDict, types.MappingProxyType)):
-        yield from value.values()
-    elif isinstance(value, _CONTAINERS):
-        yield from value
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from attributes.values()
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if (inner := getattr(value, name, None)) is not None:
-                yield inner
-
-
-_CONTAINERS = (list, tuple, set, frozenset, deque, UserList)
-
-
-def _hidden_refusal(where: str, kind: type, hidden: str) -> str:
-    library = kind.__module__.partition(".")[0]
-    help = {
-        "flax": "For a flax nnx module write a Module with Weights and take its arrays over "
-        "(maxjax.interop.nnx.from_state, to_state, as_nnx), or pass it to __call__ as an argument",
-        "equinox": "Write a Module with Weights in its place, or pass it to __call__ as an argument",
-    }.get(
-        library,
-        "Hold arrays in Weights and layers as Modules, or pass it to __call__ as an argument",
-    )
-    return (
-        f"{where} is a {kind.__name__} and holds {hidden}, which the Module would not see: it would be missing "
-        f"from leaves, gradients, state dicts and saves. {help}"
-    )
-
-
-_FREEZERS = {
-    list: _freeze_sequence, FrozenList: _freeze_sequence, tuple: _freeze_sequence,
-    dict: _freeze_dict, FrozenDict: _freeze_dict, set: _freeze_set, frozenset: _freeze_set,
-    slice: _freeze_slice, functools.partial: _freeze_partial, types.SimpleNamespace: _freeze_fields,
-    types.MappingProxyType: _freeze_proxy,
-}  # fmt: skip

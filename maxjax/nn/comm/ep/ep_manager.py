@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +139,7 @@ class _Round:
         self.back: set[int] = set()
 
 
+@dataclass(eq=False)
 class EPBatchManager:
     """Exchanges tokens and results between devices, each of which has some of the experts.
 
@@ -177,10 +178,13 @@ class EPBatchManager:
         [[[1.0]], [[10.0], [15.0]]]
     """
 
-    def __init__(self, config: EPConfig):
-        check_supported(config)
-        self.config = config
-        self._rounds: dict[int, _Round] = {}
+    config: EPConfig
+    _rounds: dict[int, _Round] = field(default_factory=dict, init=False, repr=False)
+    # Between calls of a model there is no exchange.
+    _mx_unread: ClassVar[frozenset[str]] = frozenset({"_rounds"})
+
+    def __post_init__(self) -> None:
+        check_supported(self.config)
 
     # --- inputs of a Graph: none
 
