@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..storage.blocks.layout import KEPT, LAYOUTS
 
@@ -68,15 +67,14 @@ class QuantizationEncoding(enum.Enum):
     Q6_K = "Q6_K"
     GPTQ = "GPTQ"
 
-    # Encodings that MAX 26.7 does not have. They are found by value and as attributes, but
-    # iteration gives only MAX's members.
-    Q8_0: ClassVar[QuantizationEncoding]
-    MXFP4: ClassVar[QuantizationEncoding]
-    Q4_1: ClassVar[QuantizationEncoding]
-    Q5_0: ClassVar[QuantizationEncoding]
-    Q5_1: ClassVar[QuantizationEncoding]
-    IQ4_NL: ClassVar[QuantizationEncoding]
-    IQ4_XS: ClassVar[QuantizationEncoding]
+    # Encodings that MAX 26.7 does not have.
+    Q8_0 = "Q8_0"
+    MXFP4 = "MXFP4"
+    Q4_1 = "Q4_1"
+    Q5_0 = "Q5_0"
+    Q5_1 = "Q5_1"
+    IQ4_NL = "IQ4_NL"
+    IQ4_XS = "IQ4_XS"
 
     @property
     def name(self) -> str:
@@ -135,17 +133,7 @@ class QuantizationEncoding(enum.Enum):
         return self in _BLOCKS
 
 
-def _add_member(value: str) -> QuantizationEncoding:
-    new = object.__new__(QuantizationEncoding)
-    new._name_ = new._value_ = value
-    QuantizationEncoding._value2member_map_[value] = new
-    setattr(QuantizationEncoding, value, new)
-    return new
-
-
 _BLOCKS = {
-    QuantizationEncoding._value2member_map_.get(name) or _add_member(name): BlockParameters(
-        LAYOUTS[name].elements, LAYOUTS[name].nbytes
-    )
+    QuantizationEncoding(name): BlockParameters(LAYOUTS[name].elements, LAYOUTS[name].nbytes)
     for name in KEPT
 }

@@ -3,6 +3,19 @@
 A Module flattens to its unique weights' values in state-dict order, one level deep. The
 rest (classes, attributes, static values, ties, names) is a Definition: equal
 definitions are one object, so JAX compares treedefs by identity at every dispatch.
+
+Four values that are no part of the Module change what a call of it computes. So they are in the treedef as
+well, and each combination has its own compiled program:
+
+The installed hooks and prehooks (``hooks.token``)
+    tests/nn/layer/test_hooks.py: test_jit_retraces_under_hooks_and_uses_the_old_program_again and
+    test_prehooks_retrace_and_reach_layers_without_weights
+Whether operators of Weights return TensorValues (``KIND``, in a :class:`Variant`)
+    tests/graph/test_kind.py: test_the_kind_is_part_of_the_key_of_every_trace
+The captures and patches that observe a Module (:func:`marked`)
+    tests/nn/test_capture.py: test_a_copy_made_in_the_function_is_observed_and_others_are_not
+In IPython, the code of the classes, which ``%autoreload`` changes (``reloads.code``)
+    tests/test_reloads.py: test_a_model_built_before_runs_the_new_code
 """
 
 from __future__ import annotations

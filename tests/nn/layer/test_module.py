@@ -5,9 +5,11 @@ import dataclasses
 import functools
 import gc
 import pickle
+import re
 import types
 import warnings
 import weakref
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef, Graph, ShardingStrategy, TensorType, Weight
 from maxjax.graph.weight.running import RUNNING
 from maxjax.nn import LayerList, Module
-from maxjax.nn.layer import recursive_named_layers
+from maxjax.nn.layer import definition, recursive_named_layers
 
 CPU = DeviceRef.CPU()
 
@@ -769,3 +771,13 @@ def test_max_walks_of_modules_and_weights():
     found = {name: (weight, module) for name, weight, module in m._iter_named_weights()}
     assert list(found) == list(m.raw_state_dict())
     assert found["a.weight"] == (m.a.weight, m.a) and found["xs.0.weight"][1] is m.xs[0]
+
+
+def test_the_docstring_of_definition_names_tests_that_exist():
+    root = Path(__file__).parents[3]
+    paragraphs = re.split(r"(tests/\S+\.py): ", definition.__doc__)[1:]
+    named = list(zip(paragraphs[::2], paragraphs[1::2], strict=True))
+    assert len(named) == 4
+    for path, text in named:
+        for name in re.findall(r"test_\w+", text):
+            assert f"def {name}(" in (root / path).read_text()
