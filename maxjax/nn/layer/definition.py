@@ -11,7 +11,7 @@ The installed hooks and prehooks (``hooks.token``)
     tests/nn/layer/test_hooks.py: test_jit_retraces_under_hooks_and_uses_the_old_program_again and
     test_prehooks_retrace_and_reach_layers_without_weights
 Whether operators of Weights return TensorValues (``KIND``, in a :class:`Variant`)
-    tests/graph/test_kind.py: test_the_kind_is_part_of_the_key_of_every_trace
+    tests/graph/test_kind.py: test_a_jitted_function_of_a_weight_or_a_module_is_traced_for_each_kind
 The captures and patches that observe a Module (:func:`marked`)
     tests/nn/test_capture.py: test_a_copy_made_in_the_function_is_observed_and_others_are_not
 In IPython, the code of the classes, which ``%autoreload`` changes (``reloads.code``)
