@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
+import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,10 @@ import numpy as np
 from ...graph.weight.weight import Weight
 from .hooks import Layer
 
+HELD_BY = (
+    "Hold Modules in a list, tuple or LayerList (for a dict: module.xs = list(d.values()); "
+    "module.names = list(d)), and each Weight in an attribute of its own"
+)
 MIXED = (
     "; a list holds Modules or plain data, not both: give the Modules a list of their own, "
     "for example module.layers = [layer]"
@@ -48,12 +53,19 @@ def holds_items(value: list | tuple) -> bool | None:
 _MOST_SEARCHED = 20_000
 
 
+# Functions without arrays, which are not searched again: an object that can change is compared often.
+_SEARCHED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def hidden_in(root: Any) -> str | None:
     """Describes the first array, Weight or Module inside an object; None if there is none.
 
     NumPy arrays in plain objects are constants and are allowed. Arrays of JAX or of another
     library, Weights, Modules, and all arrays of a registered pytree are not allowed.
     """
+    is_function = callable(root) and type(root).__hash__ is object.__hash__
+    if is_function and root in _SEARCHED:
+        return None
     seen, queue = {id(root): root}, [root]
     for value in itertools.islice(queue, _MOST_SEARCHED):  # it grows meanwhile
         if isinstance(value, (np.ndarray, np.generic)):
@@ -65,6 +77,9 @@ def hidden_in(root: Any) -> str | None:
         more = {id(inner): inner for inner in _inside(value) if id(inner) not in seen}
         seen.update(more)
         queue += more.values()
+    if is_function:
+        with contextlib.suppress(TypeError):  # it has no weak references
+            _SEARCHED.add(root)
     return None
 
 

@@ -16,7 +16,7 @@ import inspect
 import logging
 import types
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property, lru_cache, partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -25,69 +25,13 @@ import jax
 import numpy as np
 
 from ...graph.weight.weight import Weight
-from .contents import MIXED, hidden_in, hidden_refusal, is_item, is_tracked, pytree_array
+from .contents import HELD_BY, hidden_in, hidden_refusal, is_tracked, pytree_array
+from .frozen import FrozenDict, FrozenList
 from .hooks import Layer
 
 _SCALARS = (bool, int, str, bytes, type(None), type(...))
-_HELD_BY = (
-    "Hold Modules in a list, tuple or LayerList (for a dict: module.xs = list(d.values()); "
-    "module.names = list(d)), and each Weight in an attribute of its own"
-)
 # The largest NumPy array, in bytes, that may be a constant of a Module.
 CONSTANT_BYTES = 1 << 20
-
-
-class FrozenList(list):
-    """A list that is a static attribute: it cannot be changed, but the attribute can be assigned again."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "a static attribute of a Module cannot be changed in place: assign a new one, "
-            "for example module.sizes = [*module.sizes, 3]"
-            + (MIXED if any(map(is_item, args)) else "")
-        )
-
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
-    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return (FrozenList, (list(self),))
-
-
-class FrozenDict(dict):
-    """A dict that is a static attribute: it cannot be changed, but the attribute can be assigned again.
-
-    Attributes:
-        default: function that returns the value of a key that is missing, as in a defaultdict; or None.
-    """
-
-    default: Any = None
-
-    def __missing__(self, key: Any) -> Any:
-        if self.default is None:
-            raise KeyError(key)
-        return freeze(self.default(), "a value")[0]
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "a static attribute of a Module cannot be changed in place: assign a new one, "
-            "for example module.options = {**module.options, 'key': 3}"
-        )
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return (FrozenDict, (dict(self),), vars(self) or None)
-
-
-# JAX's functions take them as they take lists and dicts, and return those.
-_plain_list: Any = lambda _, items: list(items)
-_plain_dict: Any = lambda names, items: dict(zip(names, items, strict=True))
-jax.tree_util.register_pytree_node(FrozenList, lambda held: (tuple(held), None), _plain_list)
-jax.tree_util.register_pytree_node(
-    FrozenDict, lambda held: (tuple(held.values()), tuple(held)), _plain_dict
-)
 
 
 class Live(tuple):
@@ -124,7 +68,7 @@ def freeze(value: Any, where: str) -> tuple[Any, Hashable]:
         raise TypeError(_array_refusal(where, "is an array"))
     if is_tracked(value):
         raise TypeError(
-            f"{where} holds a {kind.__name__} inside a container, where it would not be found. {_HELD_BY}"
+            f"{where} holds a {kind.__name__} inside a container, where it would not be found. {HELD_BY}"
         )
     if isinstance(value, (list, tuple)):
         return _freeze_sequence(value, where)
@@ -200,13 +144,23 @@ def _freeze_sequence(value: list | tuple, where: str) -> tuple[Any, Hashable]:
 def _freeze_dict(value: Any, where: str) -> tuple[Any, Hashable]:
     pairs = {name: freeze(item, where) for name, item in value.items()}
     held = FrozenDict({name: item for name, (item, _) in pairs.items()})
-    name = "default" if isinstance(value, FrozenDict) else "default_factory"
-    default = int if isinstance(value, Counter) else getattr(value, name, None)
-    if default is not None:
+    factory = int if isinstance(value, Counter) else getattr(value, "default_factory", None)
+    default = getattr(value, "default", None) if factory is None else _Default(factory)
+    if isinstance(default, _Default):
         held.default = default
     # The key includes the order: a module may iterate over the dict.
     items = (_key(freeze(name, where)[1], key) for name, (_, key) in pairs.items())
-    return held, _key(dict, freeze(default, where)[1], *items)
+    return held, _key(dict, freeze(held.default, where)[1], *items)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Default:
+    """Makes the frozen value of a key that is missing in a dict."""
+
+    factory: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return freeze(self.factory(), "a value")[0]
 
 
 def _keys_of_constants(value: Any, where: str, *parts: Any) -> list[Hashable]:
@@ -318,12 +272,14 @@ def unshared(value: Any, memo: dict[int, Any]) -> Any:
 def _freeze_whole(value: Any, where: str) -> tuple[Any, Hashable]:
     """A function, another constant, or a value that is compared by the ``==`` of its class."""
     kind = type(value)
+    if isinstance(value, _CONSTANTS):
+        return value, (kind, value)
     if hidden := hidden_in(value):
         raise TypeError(hidden_refusal(where, kind, hidden))
     # Functions that JAX, NumPy or functools has made of other functions are objects of their classes.
     library = kind.__module__.partition(".")[0]
     is_function = callable(value) and library in ("jax", "jaxlib", "numpy", "functools")
-    is_constant = is_function or isinstance(value, _CONSTANTS) or kind.__eq__ is not object.__eq__
+    is_constant = is_function or isinstance(value, _FUNCTIONS) or kind.__eq__ is not object.__eq__
     try:
         is_constant = is_constant and hash(value) is not None
     except Exception:  # a __hash__ of whatever class it is
@@ -339,7 +295,7 @@ def _freeze_whole(value: Any, where: str) -> tuple[Any, Hashable]:
 
 # They cannot change, or have no effect on results. JAX has one Mesh and one PartitionSpec of each content.
 _CONSTANTS = (
-    type, enum.Enum, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
-    types.WrapperDescriptorType, property, classmethod, staticmethod, logging.Logger, jax.Device, jax.sharding.Mesh,
-    jax.sharding.PartitionSpec,
+    type, enum.Enum, np.dtype, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, logging.Logger, jax.Device, jax.sharding.Mesh, jax.sharding.PartitionSpec,
 )  # fmt: skip
+_FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod)

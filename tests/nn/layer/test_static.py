@@ -58,11 +58,18 @@ def test_lists_and_dicts_of_a_module_are_pytrees():
 def test_dicts_with_a_default_keep_it():
     held = Held()
     held.counts, held.lists = collections.Counter("aab"), collections.defaultdict(list, a=[1])
+    held.sets, held.deep = (
+        collections.defaultdict(set),
+        collections.defaultdict(collections.Counter),
+    )
     for module in (held, jax.tree.map(lambda leaf: leaf, held), pickle.loads(pickle.dumps(held))):
         assert (module.counts["a"], module.counts["z"], module.lists["z"]) == (2, 0, [])
         assert "z" not in module.counts and jax.tree.structure(module) == jax.tree.structure(held)
         with pytest.raises(TypeError, match="cannot be changed in place"):
             module.lists["z"].append(1)
+        assert module.sets["z"] == frozenset() and module.deep["y"]["z"] == 0
+        with pytest.raises(TypeError, match="cannot be changed in place"):
+            module.deep["y"]["z"] = 1
         with pytest.raises(KeyError, match="'z'"):
             module.options["z"]
 
