@@ -24,7 +24,7 @@ from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.weights import check_loaded, model_facts, shardings_of
-from ..nn.layer.observe.programs import Watch, is_observed, tapped
+from ..nn.layer.observe.programs import ProgramObserver, is_observed, tapped
 from ..nn.layer.walk import check_module
 from ..progress import compiling, task
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
@@ -163,7 +163,7 @@ def _perplexity(
     }
     start = _start_id(tokenizer, ids)
     losses: list[np.ndarray] = []
-    watch = Watch(model)
+    observer = ProgramObserver(model)
     pending: list[tuple[list[Window], Any]] = []
     with task("scoring the text", len(found), unit=" windows") as shown:
         for i in range(0, len(found), count):
@@ -176,7 +176,7 @@ def _perplexity(
             # The devices compute this batch while the host takes the one before.
             with compiling("perplexity"):
                 blanks = [-1] * (count - len(part))
-                values = watch.run(
+                values = observer.run(
                     together, _losses, *batch, rows=[*range(i, i + len(part)), *blanks],
                     counts=lambda _, n=batch.counts: n, width=width, **settings,
                 )  # fmt: skip

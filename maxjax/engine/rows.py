@@ -20,7 +20,7 @@ from ..lockstep import Lockstep
 from ..models import Encoder
 from ..models.pooling import Pooling
 from ..models.weights import model_facts, shardings_of
-from ..nn.layer.observe.programs import Watch, tapped
+from ..nn.layer.observe.programs import ProgramObserver, tapped
 from ..progress import compiling, task
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .isolation import isolated
@@ -88,8 +88,8 @@ def run_rows(
     settings["gathered"] = (
         NamedSharding(mesh, PartitionSpec()) if together.is_shared and mesh else None
     )
-    watch = Watch(model)
-    packs = not watch.is_watched  # an observer of the model expects one text in each row
+    observer = ProgramObserver(model)
+    packs = not observer.is_observed  # an observer of the model expects one text in each row
     pending: list[tuple[RowBatch, Any]] = []
     found: list[tuple[RowBatch, Any]] = []
     ready = 0  # number of batches that are counted
@@ -105,7 +105,7 @@ def run_rows(
             if together.is_shared:
                 together.decide()  # a barrier: every process has this batch
             with compiling(together.call):
-                output = watch.run(
+                output = observer.run(
                     together, program, tokens, rows=numbers, counts=lambda _, n=lengths: n,
                     width=ids.shape[1], **settings,
                 )  # fmt: skip

@@ -192,6 +192,24 @@ def test_vmap_and_scan():
         close(each["layers.[02]"][:, 1], outputs[2], 1e-6)
 
 
+def test_captures_and_patches_of_some_layers_in_shard_map():
+    stack, xs = blocks(True), np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+    run = maxjax.captured(CALL, "layers.[13]", "layers.2:inner")
+    put = {"layers.0": jnp.ones((1, 3)), "layers.2": lambda x: jnp.ones_like(x)}
+
+    def split(model, x):
+        _, found = run(model, x)
+        return found["layers.3"], found["layers.2:inner"], maxjax.patched(CALL, put)(model, x)
+
+    mesh, rows = maxjax.make_mesh(data=2), jax.P("data")
+    mapped = jax.shard_map(split, mesh=mesh, in_specs=(jax.P(), rows), out_specs=rows)
+    output, inner, patched = jax.jit(mapped)(stack, xs)
+    expected = by_numpy(xs)
+    close(output, expected[3][2], 1e-6)
+    close(inner, expected[2][1], 1e-6)
+    close(patched, np.full((2, 3), 1 + np.tanh(0.4)), 1e-6)
+
+
 def test_gradients_reach_and_leave_the_captured_values():
     """The derivative with respect to a patch is that with respect to the value in its place."""
     stack, x = blocks(True), np.linspace(-1, 1, 3, dtype=np.float32)
@@ -323,6 +341,36 @@ def test_nested_captures_and_patches(model):
     (_, first), second = again(model, IDS)
     close(first["norm"], second["norm"])
     close(y, model(IDS))
+
+
+def test_a_capture_inside_a_layer_of_a_stack_leaves_the_outer_one_its_values():
+    class Outer(Blocks):
+        def __call__(self, x):
+            inside = maxjax.captured(lambda layer, x: layer(x), ":inner")
+
+            def call(layer, x):
+                y, found = inside(layer, x)
+                return y, found[":inner"]
+
+            return self.layers.scan(x, call=call)
+
+    model, x = Outer(), np.linspace(-1, 1, 3, dtype=np.float32)
+    model.load_state_dict({f"layers.{i}.gain": np.float32(0.1 * (i + 1)) for i in range(4)})
+    model.layers = model.layers.stack()
+    (y, each), found = maxjax.captured(CALL, "layers.[13]", "layers.2:inner")(model, x)
+    expected = by_numpy(x)
+    close(y, expected[3][2], 1e-6)
+    close(each, np.stack([inner for _, inner, _ in expected]), 1e-6)
+    close(found["layers.[13]"], np.stack([expected[1][2], expected[3][2]]), 1e-6)
+    close(found["layers.2:inner"], expected[2][1], 1e-6)
+
+
+def test_the_first_layer_of_a_stack_outside_of_its_loop_has_its_own_name():
+    stack, x = blocks(True), np.linspace(-1, 1, 3, dtype=np.float32)
+    _, found = maxjax.captured(lambda m, x: m.layers[0](x), "layers.*:inner")(stack, x)
+    assert repr(found).splitlines()[1:] == ["  layers.0:inner   float32[3]"]
+    mapped = jax.vmap(lambda x: maxjax.captured(CALL, "layers.1")(stack, x)[1])(x[:, None])
+    assert repr(mapped).splitlines()[1:] == ["  layers.1   float32[3,1]"]
 
 
 def test_a_shared_layer_gives_a_value_for_each_run():
@@ -458,6 +506,14 @@ def test_transformations_inside_of_the_function_say_what_to_do(model):
             maxjax.captured(function, "layers.1")(model, IDS)
     with pytest.raises(UserInputError, match="takes a function of the model"):
         maxjax.captured(model, "layers.1")
+    helped = blocks(True)
+    helped.helper = Block()
+    helped.load_state_dict({"helper.gain": np.float32(1)}, strict=False)
+    scan = lambda m, x: m.layers.scan(
+        x, helper=m.helper, call=lambda layer, x, helper: helper(layer(x))
+    )
+    with pytest.raises(UserInputError, match="'helper' is computed inside .* or loop"):
+        maxjax.captured(scan, "helper")(helped, jnp.ones(3))
     with pytest.raises(UserInputError, match="did not run"):
         maxjax.captured(lambda m, ids: m.states(ids), "lm_head")(model, IDS)
     with pytest.raises(UserInputError, match="takes a maxjax Module"):

@@ -17,6 +17,7 @@ from maxjax.errors import UserInputError
 from maxjax.models import BertConfig, BertModel, Gemma3, Gemma3Config, Llama, LlamaConfig
 from maxjax.nn.layer.definition import marked
 from maxjax.nn.layer.observe import frames
+from maxjax.nn.layer.observe.plans import plan_of
 from tests.models.decoders import padded
 
 IDS = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
@@ -122,7 +123,7 @@ def test_observed_models_that_differ_in_their_weights_alone_are_told_apart():
     config = LlamaConfig(100, 16, 16, num_hidden_layers=3, num_attention_heads=4)
     mesh = maxjax.make_mesh(data=2, model=4)
     models = Llama(config), Llama(config, "bfloat16"), Llama(config).to(mesh)
-    plan = maxjax.capture(models[0], "layers.1").plan(0)[0]
+    plan, _ = plan_of(models[0], "capture", [("layers.1", None)])
     copies = [marked(marked(model, plan, ""), plan, "") for model in models]
     assert len({jax.tree.structure(copy) for copy in copies}) == 3
     for model, copy in zip(models, copies, strict=True):

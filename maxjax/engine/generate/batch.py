@@ -18,7 +18,7 @@ from ...lockstep import Lockstep
 from ...models.parts.rotary import reading_length, same_until
 from ...models.weights import check_loaded, named_dtype
 from ...nn.kv_cache.cache import KVCache
-from ...nn.layer.observe.programs import Watch
+from ...nn.layer.observe.programs import ProgramObserver
 from ...nn.layer.walk import check_module
 from ...nn.random_key import checked_key
 from ...progress import compiling
@@ -48,7 +48,7 @@ class Batch:
         chunk: the largest number of prompt tokens in one prefill; a power of two.
         cache_dtype: dtype of the KV cache: None for the model's dtype, or ``"int8"``.
         together: the call that this batch belongs to, if several processes make it together.
-        watch: the run that this batch belongs to, for captures and patches of the model.
+        observer: the run that this batch belongs to, for captures and patches of the model.
 
     Example:
         >>> import maxjax
@@ -76,7 +76,7 @@ class Batch:
         chunk: int = 512,
         cache_dtype: Any = None,
         together: Lockstep | None = None,
-        watch: Watch | None = None,
+        observer: ProgramObserver | None = None,
     ):
         check_model(model)
         if cache_dtype is not None:
@@ -86,7 +86,7 @@ class Batch:
         chunk = int(chunk)
         self.model, self.sampling, self.chunk = model, sampling, chunk
         self.together = together or Lockstep("generate", ())
-        self.watch = watch or Watch(model)
+        self.observer = observer or ProgramObserver(model)
         self._input_sharding = _sharding_of_inputs(model)
         self._prompts = [list(prompt) for prompt in prompts]
         self._limits = [int(n) for n in limits]
@@ -219,7 +219,7 @@ class Batch:
     def _run(self, program: Any, *args: Any, **recorded: Any) -> Any:
         static = {"settings": self._kind, "shardings": self._shardings}
         with compiling(program.__name__, self.shows):
-            return self.watch.run(
+            return self.observer.run(
                 self.together, program, *args, rows=self._rows, **recorded, **static
             )
 

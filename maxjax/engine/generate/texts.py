@@ -13,7 +13,7 @@ import jax
 from ...errors import checked_integer, releasing
 from ...lockstep import Lockstep
 from ...models.weights import shardings_of
-from ...nn.layer.observe.programs import Watch
+from ...nn.layer.observe.programs import ProgramObserver
 from ...progress import Task, task
 from ..sampling.settings import Sampling
 from .batch import Batch
@@ -133,7 +133,7 @@ def generate(
         found: list[Completion | None] = [None] * len(rows)
         # Prompts of similar length share a batch: less of it is padding.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        watch = Watch(model)
+        observer = ProgramObserver(model)
         with _shown(len(rows)) as shown:
             for start in range(0, len(order), batch_size):
                 members = order[start : start + batch_size]
@@ -145,7 +145,7 @@ def generate(
                     [*(request.limit(row) for row in ids), *[0] * blanks],
                     sampling=request.sampling, eos_ids=request.eos_ids, key=key,
                     rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
-                    together=together, watch=watch,
+                    together=together, observer=observer,
                 )  # fmt: skip
                 texts = [request.partial_completion(read[i]) for i in members]
                 try:
@@ -155,7 +155,7 @@ def generate(
                 for i, text in zip(members, texts, strict=True):
                     found[i] = text.completion()
                     # The model has not read the last token; what came after a stop string is dropped.
-                    watch.end(i, len(rows[i]) + len(text.tokens) - 1)
+                    observer.end(i, len(rows[i]) + len(text.tokens) - 1)
         together.finish()
     return found[0] if single else found
 
@@ -277,7 +277,7 @@ def _pieces(
     finally:
         if ended is None:
             written = partial.completion()
-            batch.watch.end(0, len(written.prompt_tokens) + len(written.tokens) - 1)
+            batch.observer.end(0, len(written.prompt_tokens) + len(written.tokens) - 1)
             batch.close()
         else:
             ended(partial, clean)

@@ -1,46 +1,27 @@
-"""The call of a Module if hooks or prehooks are installed, or if captures or patches observe it."""
+"""Runs the call of a Module if hooks or prehooks are installed, or if captures or patches observe it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...graph.weight.running import RUNNING
 from . import call_stack, hooks
-from .definition import marked, unmarked
-from .observe.frames import (
-    INPUT,
-    INPUTS,
-    OBSERVING,
-    OUTPUT,
-    Frame,
-    Observation,
-    current_observers,
-    live,
-    next_level,
-    opened,
-    passing,
-    wants,
-)
-
-
-class Wish(NamedTuple):
-    """A plan for a Module that is about to run, the Module's name in the plan, and the values of the plan's patches."""
-
-    plan: Observation
-    name: str
-    values: tuple[Any, ...]
+from .observe.frames import OBSERVING, current_observers, is_wanted, passing
+from .observe.functions import observe, plans_of
+from .observe.places import INPUT, INPUTS, OUTPUT
+from .observe.plans import check
 
 
 def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Runs ``call`` with all hooks, captures and patches.
+    """Run ``call`` with all hooks, captures and patches.
 
     Before the computation come prehooks, then patches and captures of the inputs; after it hooks, then
     patches and captures of the outputs.
     """
     observers = current_observers(module)
     if observers:
-        return _watched(module, observers, args, kwargs)
+        return _observed(module, observers, args, kwargs)
     if hooks._PREHOOKS:
         args, kwargs = hooks.prepared(module, call, args, kwargs)
     # super().__call__ is a part of the Module's own call, and is not observed separately.
@@ -65,49 +46,24 @@ def passes_on(values: Any) -> bool:
     )
 
 
-def observe(
-    module: Any, wishes: Sequence[Wish], function: Callable[[Any], Any]
-) -> tuple[Any, Frame]:
-    """The result of ``function`` for an observed copy of a Module, and the Frame with the recorded values."""
-    copy = module
-    for plan, name, _ in wishes:
-        copy = marked(copy, plan, name)
-    with opened(Frame({**live(), **{wish.plan: wish.values for wish in wishes}})) as frame:
-        result = function(copy)
-    if OBSERVING.frames:
-        OBSERVING.frames[-1].add(frame.taps())
-    for plan, _, _ in wishes:
-        result = unmarked(result, plan)
-    return result, frame
-
-
-def _watched(module: Any, observers: Sequence[Any], args: tuple, kwargs: dict) -> Any:
-    """The call of a Module object that ``maxjax.capture`` or ``maxjax.patch`` observes directly."""
-    level = next_level()
-    wishes = [one.wish(module, level + i) for i, one in enumerate(observers)]
-
-    def call(module: Any, args: tuple, kwargs: dict, values: Any) -> Any:
-        wanted = [wish._replace(values=own) for wish, own in zip(wishes, values, strict=True)]
-        return observe(module, wanted, lambda copy: type(copy).__call__(copy, *args, **kwargs))
-
-    operands = module, args, kwargs, [wish.values for wish in wishes]
-    for one, wish in zip(observers, wishes, strict=True):
-        one.check(call, wish, operands)
-    result, frame = call(*operands)
-    for one, wish in zip(observers, wishes, strict=True):
-        one.take(wish.plan, frame)
+def _observed(module: Any, observers: Sequence[Any], args: tuple, kwargs: dict) -> Any:
+    """Run a call of a Module object that ``maxjax.capture`` or ``maxjax.patch`` observes directly."""
+    plans = plans_of(observers, module)
+    function, checked = type(module).__call__, observers[-1].checked
+    result, taps = observe(module, plans, function, args, kwargs, checked)
+    for one, plan in zip(observers, plans, strict=True):
+        check(plan, taps)
+        one.take(plan, taps)
     return result
 
 
 def _inputs(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments after patches of the first argument, and of all positional arguments."""
-    if not (wants(module, INPUT) or wants(module, INPUTS)):
+    """Return the arguments after patches of the first argument, and of all positional arguments."""
+    if not is_wanted(module, INPUT, INPUTS):
         return args, kwargs
     bound = hooks.bind(module, call, args, kwargs)
-    found, kwargs = bound.args[1:], bound.kwargs
-    if wants(module, INPUTS):
-        found = tuple(passing(module, INPUTS, found))
-    if found and wants(module, INPUT):
+    found, kwargs = tuple(passing(module, INPUTS, bound.args[1:])), bound.kwargs
+    if found:
         first, *rest = found
         if passes_on(first):
             first = (passing(module, INPUT, first[0]), *first[1:])

@@ -35,6 +35,7 @@ from ...graph.weight.weight import Weight, leaf_for_jax, leaf_of
 from ...kernels.stack_slice import StackSlice, stack_of
 from ...reloads import code, watch
 from .hooks import token, wrap_edited
+from .observe.places import of_first_layer
 from .static import unread_fields, unshared
 from .walk import Walk, host_of, source_of
 from .watched import AssignedLists, Changeable
@@ -53,7 +54,7 @@ class Definition:
         statics: static values of each node.
         stacked: whether there is a StackedWeight among ``weights``.
         marks: for each node, the plans that observe the Module, each with the Module's name for it
-            (``observe/frames.py``); () if no Module is observed.
+            (``observe/plans.py``); () if no Module is observed.
         shards: for each node, a map from attributes to templates of their shards.
         changeable: whether a static value can change in place, so that each Module gets a copy.
     """
@@ -368,7 +369,7 @@ def marked(root: Any, plan: Hashable, name: str) -> Any:
     definition = plain(found)
     start = f"{name}." if name else ""
     marks = tuple(
-        (*module._mx_marks, (plan, f"{start}{prefix}".rstrip(".")))
+        (*module._mx_marks, (plan, of_first_layer(f"{start}{prefix}".rstrip("."))))
         for module, prefix in zip(*_named(root), strict=True)
     )
     key = (*(definition.key[:-1] if definition.marks else definition.key), marks)

@@ -104,7 +104,7 @@ class Module(OfModule, Layer, StateDict, ABC):
     _mx_is_stack: bool = False
     _mx_nests: bool = False
     _mx_stacks: tuple[Any, ...] = ()
-    # The plans that observe this Module: pairs (plan, name of the Module), as in ``observe/frames.py``.
+    # The plans that observe this Module: pairs (plan, name of the Module), as in ``observe/plans.py``.
     _mx_marks: tuple[Any, ...] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any):

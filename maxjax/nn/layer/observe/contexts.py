@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ....errors import some
 from ....graph.weight.epoch import EPOCH
 from ....graph.weight.running import RUNNING
-from ..calls import Wish
-from ..walk import Walk, check_module
-from .captures import CaptureKeyError, Captures
-from .frames import Frame, Observation, Taps, enter, leave, trace
-from .functions import (
-    capture_plan,
-    check_first,
-    check_passed,
-    checked_patches,
-    passed_places,
-    patch_plan,
-)
-from .places import Place, places
+from ..call_stack import ModuleNames
+from ..walk import check_module
+from .captures import ByName, CaptureKeyError, Captures
+from .frames import enter, leave, trace
+from .patches import checked_patches
+from .places import Place
+from .plans import Plan, Taps, passed, plan_of
 from .recording import Recording
 
 
@@ -32,98 +27,70 @@ class Observer:
     Calls of the model, and of modules in it, are observed in the thread or task of the block, if
     they run in the trace in which the block was entered: usually none, that is eagerly. Calls under a
     transformation inside the block are not observed.
+
+    Args:
+        model: Module.
+        caller: "capture" or "patch".
+        patterns: pairs of a pattern and, for a patch, the new value or function.
     """
 
-    what = ""
-
-    def __init__(self, model: Any, patterns: Sequence[Any]):
-        check_module(model, self.what)
-        self._model: Any = model
-        self._held = weakref.ref(model)
-        self._found = [places(model, pattern, self.what) for pattern in patterns]
-        self._patterns = [str(pattern) for pattern in patterns]
-        self._names: dict[int, str] = {}
-        self._modules: list[Any] = []
-        self._structure = -1
-        self._is_open = False
-        self._passed: set[Place] = set()
+    def __init__(self, model: Any, caller: str, patterns: Collection[tuple[Any, Any]]):
+        check_module(model, caller)
+        self._plan, self._values = plan_of(model, caller, patterns)
+        self._model: Any = weakref.ref(model)
+        self._names: ModuleNames | None = None  # in the block
+        self._trace: Any = None
+        self.checked: set[Any] = set()  # keys of calls whose patches fit
         self.missed = 0  # calls that ran under a transformation
 
     def __enter__(self) -> Any:
-        self._model = self._held and self._held()
-        self._is_open, self._trace = True, trace()
+        model = self._model and self._model()
+        self._names, self._trace = None if model is None else ModuleNames(model), trace()
         enter(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._is_open = False
         leave(self)
-        self._names, self._modules, self._structure = {}, [], -1
         # The captured values may outlive the model: a variable in a notebook must not keep its weights alive.
-        self._model = self._trace = None
+        self._names = self._trace = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": None, "_held": None, "_trace": None}
+        return {**vars(self), "_model": None, "_names": None, "_trace": None}
 
     def observes(self, module: Any) -> bool:
-        """Whether the call of a Module that is about to start is observed."""
-        if not self._is_open or RUNNING.graphs or self._name_of(module) is None:
+        """Return whether the call of a Module that is about to start is observed."""
+        if RUNNING.graphs or self._name_of(module) is None:
             return False
         if any(self._name_of(one) is not None for one in RUNNING.modules):
-            return (
-                False  # the call is inside that of another Module of the model, which is observed
-            )
+            return False  # it is inside the call of another Module of the model, which is observed
         if trace() != self._trace:
             self.missed += 1
             return False
         return True
 
     def _name_of(self, module: Any) -> str | None:
-        if self._structure != EPOCH.structure:
-            # Holding the modules keeps their ids from being reused.
-            walk = Walk(self._model)
-            self._modules = walk.modules
-            self._names = {
-                id(one): prefix.rstrip(".")
-                for one, prefix in zip(walk.modules, walk.prefixes, strict=True)
-            }
-            self._structure = EPOCH.structure
-        return self._names.get(id(module))
+        if self._names is None:
+            return None
+        if self._names.structure != EPOCH.structure:
+            self._names = ModuleNames(self._names.root)
+        prefix = self._names.prefixes.get(id(module))
+        return None if prefix is None else prefix.rstrip(".")
 
-    def plan(self, level: int) -> tuple[Observation, tuple[Any, ...]]:
-        """The plan of this observer, and the values of its patches."""
-        raise NotImplementedError
+    def plan(self, module: Any, level: int) -> tuple[Plan, tuple[Any, ...]]:
+        """Return the plan for a Module that is about to run, and the values of its patches."""
+        root = self._name_of(module) or ""
+        return dataclasses.replace(self._plan, level=level, root=root), self._values
 
-    def wish(self, module: Any, level: int) -> Wish:
-        """The Wish of this observer for a Module that is about to run."""
-        plan, values = self.plan(level)
-        return Wish(plan, self._name_of(module) or "", values)
-
-    def check(self, call: Callable[..., Any], wish: Wish, operands: Any) -> None:
-        """Checks a call before it runs."""
-
-    def take(self, plan: Observation, frame: Frame) -> None:
-        """Takes the values that a call has recorded.
-
-        Raises:
-            UserInputError: a module that ran does not have the site of a pattern.
-        """
-        check_passed(self._found, plan, frame, self.what, strict=False)
-        self._passed |= passed_places(frame.taps(), plan)
-
-    def recording(self) -> Any:
-        """A new object to which :meth:`take_taps` adds in one run of maxjax's programs, or None."""
+    def recording(self) -> Recording | None:
+        """Return where one run of a maxjax function records its pieces; None for a patch."""
         return None
 
-    def take_taps(
-        self, plan: Observation, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
-        width: int | None,
-    ) -> None:  # fmt: skip
-        """Takes the values that one of maxjax's programs has recorded; see ``Recording.add`` for the arguments."""
-        self._passed |= passed_places(taps, plan)
+    def take(self, plan: Plan, taps: Taps) -> None:
+        """Take what a call has recorded for this observer."""
+        raise NotImplementedError
 
     def _why(self) -> str:
-        """The reason why nothing was observed, as the end of a message."""
+        """Return the reason why nothing was observed, as the end of a message."""
         if self.missed:
             return (
                 "; the model ran under jax.jit or another transformation, and what the caller has "
@@ -135,7 +102,7 @@ class Observer:
         )
 
 
-class Capture(Observer, Mapping[str, Any]):
+class Capture(Observer, ByName):
     """The captured values of a block; made by :func:`capture`.
 
     ``c["layers.3.mlp"]`` is the value of the last run, and ``c["layers.*.mlp"]`` that of all layers as
@@ -147,44 +114,25 @@ class Capture(Observer, Mapping[str, Any]):
         runs: a Captures or a Recording for each run, in order.
     """
 
-    what = "capture"
-
-    # Compared by identity, because arrays do not compare to a single bool.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __init__(self, model: Any, patterns: Sequence[str]):
-        super().__init__(model, patterns)
+    def __init__(self, model: Any, patterns: Collection[str]):
+        super().__init__(model, "capture", [(pattern, None) for pattern in patterns])
         self.runs: list[Captures | Recording] = []
 
     @property
     def calls(self) -> list[Captures]:
         """The captured values of each call of the model, in order, as the model computed them."""
-        return [
-            call
-            for run in self.runs
-            for call in (run.calls if isinstance(run, Recording) else [run])
-        ]
-
-    def plan(self, level: int) -> tuple[Observation, tuple[Any, ...]]:
-        return capture_plan(self._found, level), ()
-
-    def take(self, plan: Observation, frame: Frame) -> None:
-        super().take(plan, frame)
-        found = Captures.of(frame.taps(), plan.level)
-        if len(found):
-            self.runs.append(found)
+        each = [run.calls if isinstance(run, Recording) else [run] for run in self.runs]
+        return [call for calls in each for call in calls]
 
     def recording(self) -> Recording:
-        self.runs.append(Recording())
-        return self.runs[-1]  # type: ignore[return-value]
+        run = Recording()
+        self.runs.append(run)
+        return run
 
-    def take_taps(
-        self, plan: Observation, taps: Taps, recording: Any, rows: Sequence[int], counts: Any,
-        width: int | None,
-    ) -> None:  # fmt: skip
-        super().take_taps(plan, taps, recording, rows, counts, width)
-        recording.add(Captures.of(taps, plan.level), rows, counts, width)
+    def take(self, plan: Plan, taps: Taps) -> None:
+        found = Captures.of(taps, plan.level)
+        if found:
+            self.runs.append(found)
 
     def _run(self, key: str) -> Captures | Recording | None:
         return next((run for run in reversed(self.runs) if key in run), None)
@@ -203,45 +151,35 @@ class Capture(Observer, Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(key for run in self.runs for key in run))
 
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return list(self)
-
     def __repr__(self) -> str:
         if not self.runs:
-            return f"Capture of {some(self._patterns, 3)}: nothing yet"
+            patterns = [target.pattern for target in self._plan.targets]
+            return f"Capture of {some(patterns, 3)}: nothing yet"
         more = f" (the last of {len(self.runs)} runs)" if len(self.runs) > 1 else ""
         return f"{self.runs[-1]!r}{more}"
 
 
 class Patching(Observer):
-    """The patches of a block; made by :func:`patch`."""
-
-    what = "patch"
+    """Context manager that :func:`patch` returns: the patches of a block."""
 
     def __init__(self, model: Any, patches: Any):
-        self._given = checked_patches(patches, self.what)
-        super().__init__(model, list(self._given))
-        self._fit: set[Any] = set()
+        super().__init__(model, "patch", checked_patches(patches, "patch").items())
+        self._passed: set[Place] = set()
 
-    def plan(self, level: int) -> tuple[Observation, tuple[Any, ...]]:
-        return patch_plan(self._given, self._found, level)
-
-    def check(self, call: Callable[..., Any], wish: Wish, operands: Any) -> None:
-        check_first(call, operands, wish.plan, self._fit)
+    def take(self, plan: Plan, taps: Taps) -> None:
+        self._passed |= passed(plan, taps)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if error[0] is None:
-            for pattern, group in zip(self._patterns, self._found, strict=True):
-                if not self._passed & set(group):
-                    warnings.warn(f"patch '{pattern}' was not used{self._why()}", stacklevel=2)
+            for target in self._plan.targets:
+                if self._passed.isdisjoint(target.places):
+                    message = f"patch '{target.pattern}' was not used{self._why()}"
+                    warnings.warn(message, stacklevel=2)
 
 
 def capture(model: Any, *patterns: str) -> Capture:
-    """Captures activations of a model in a block: ``with capture(model, "layers.*") as c:``.
+    """Capture activations of a model in a block: ``with capture(model, "layers.*") as c:``.
 
     It captures calls of this model object (and of modules in it) in this thread or task, also by
     maxjax's functions that run the model (``generate``, ``stream``, ``embed``,
@@ -276,7 +214,7 @@ def capture(model: Any, *patterns: str) -> Capture:
 
 
 def patch(model: Any, patches: Mapping[str, Any]) -> Patching:
-    """Replaces activations of a model in a block: ``with patch(model, {...}):``.
+    """Replace activations of a model in a block: ``with patch(model, {...}):``.
 
     It affects the same calls as :func:`capture`.
 

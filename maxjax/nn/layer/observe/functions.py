@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from ....errors import UserInputError
-from ..calls import Wish, observe
+from ..definition import marked, unmarked
 from ..walk import check_module
 from .captures import Captures
-from .frames import CallerFunction, Observation, Patch, Taps, marked_places, next_level
-from .places import Place, natural, places, unseen
+from .frames import OBSERVING, Frame, next_level, opened
+from .patches import PatchError, checked_patches
+from .plans import Plan, Taps, check, plan_of
 
 
 def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]:
-    """Makes a function that also returns activations: ``(model, *args)`` → ``(result, captures)``.
+    """Make a function that also returns activations: ``(model, *args)`` → ``(result, captures)``.
 
     The result is that of ``function(model, *args, **kwargs)``. The new function is pure: it works under ``jit``,
     ``vmap`` and ``scan``, and with ``jax.grad(..., has_aux=True)``. The model and programs that were
@@ -63,21 +62,17 @@ def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]
     _check_function(function, "captured")
     if not patterns:
         raise UserInputError("captured: name at least one place, such as 'layers.*.mlp'")
+    run = _observed(function, "captured", [(pattern, None) for pattern in patterns])
 
-    def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Captures]:
-        check_module(model, "captured")
-        found = [places(model, pattern, "captured") for pattern in patterns]
-        plan = capture_plan(found, next_level())
-        wish = Wish(plan, "", ())
-        result, frame = observe(model, [wish], lambda copy: function(copy, *args, **kwargs))
-        check_passed(found, plan, frame, "captured")
-        return result, Captures.of(frame.taps(), plan.level)
+    def with_captures(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Captures]:
+        result, plan, taps = run(model, args, kwargs)
+        return result, Captures.of(taps, plan.level)
 
-    return run
+    return with_captures
 
 
 def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
-    """Makes a function that replaces activations of the model: ``(model, *args)`` → result.
+    """Make a function that replaces activations of the model: ``(model, *args)`` → result.
 
     Args:
         function: function whose first argument is a Module, such as ``lambda m, ids: m(ids)``.
@@ -103,145 +98,102 @@ def patched(function: Callable[..., Any], patches: Mapping[str, Any]) -> Callabl
         (2, 5, 100)
     """
     _check_function(function, "patched")
-    given = checked_patches(patches, "patched")
-    fit: set[Any] = set()
+    run = _observed(function, "patched", checked_patches(patches, "patched").items())
+    return lambda model, *args, **kwargs: run(model, args, kwargs)[0]
 
-    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        check_module(model, "patched")
-        found = [places(model, pattern, "patched") for pattern in given]
-        plan, values = patch_plan(given, found, next_level())
-        call = lambda model, args, kwargs, values: observe(
-            model, [Wish(plan, "", values)], lambda copy: function(copy, *args, **kwargs)
+
+def _check_function(function: Any, caller: str) -> None:
+    if not callable(function) or hasattr(function, "_mx_definition"):
+        raise UserInputError(
+            f"maxjax.{caller} takes a function of the model, such as lambda m, x: m(x), not "
+            f"{type(function).__name__}"
         )
-        check_first(call, (model, args, kwargs, values), plan, fit)
-        result, frame = call(model, args, kwargs, values)
-        check_passed(found, plan, frame, "patched")
-        return result
+
+
+def _observed(
+    function: Callable[..., Any], caller: str, patterns: Collection[tuple[Any, Any]]
+) -> Callable[..., tuple[Any, Plan, Taps]]:
+    """Make a function of (model, args, kwargs) that returns the result, the plan, and what it has recorded."""
+    checked: set[Any] = set()
+
+    def run(model: Any, args: tuple, kwargs: dict) -> tuple[Any, Plan, Taps]:
+        check_module(model, caller)
+        plan, values = plan_of(model, caller, patterns, next_level())
+        result, taps = observe(model, {plan: values}, function, args, kwargs, checked)
+        check(plan, taps, must_run=True)
+        return result, plan, taps
 
     return run
 
 
-# --- plans --------------------------------------------------------------------------------------
+# --- one observed call -----------------------------------------------------------------------------
 
 
-def capture_plan(found: Sequence[Sequence[Place]], level: int) -> Observation:
-    """The plan that captures the values at places."""
-    return Observation(frozenset(place for group in found for place in group), (), level)
+def plans_of(observers: Sequence[Any], module: Any) -> dict[Plan, tuple[Any, ...]]:
+    """Return the plan of each observer of a Module that is about to run, outermost first, with its patches' values."""
+    level = next_level()
+    return dict(one.plan(module, level + i) for i, one in enumerate(observers))
 
 
-def checked_patches(patches: Any, what: str) -> dict[str, Any]:
-    """The patches, with functions wrapped as CallerFunction and numbers as arrays.
-
-    Raises:
-        UserInputError: ``patches`` is not a mapping or is empty, or a value is neither arrays nor a function.
-    """
-    if not isinstance(patches, Mapping) or not patches:
-        raise UserInputError(
-            f"{what} takes a mapping from patterns to values or functions, such as "
-            f"{{'layers.3.mlp': 0.0}}, not {patches!r:.60}"
-        )
-    return {pattern: _value_or_function(pattern, new, what) for pattern, new in patches.items()}
+def marked_by(model: Any, plans: Iterable[Plan]) -> Any:
+    """Return a copy of a Module that is marked with these plans."""
+    for plan in plans:
+        model = marked(model, plan, plan.root)
+    return model
 
 
-def _value_or_function(pattern: Any, new: Any, what: str) -> Any:
-    if callable(new) and not isinstance(new, jax.Array):
-        count = _required(new)
-        if count > 2:
-            raise UserInputError(
-                f"{what}: the function for '{pattern}' has {count} required parameters: it is called with the "
-                "value, or with the value and the number of the layer"
-            )
-        return CallerFunction(new, count == 2)
-    if isinstance(new, (bool, int, float, complex)):
-        return jnp.asarray(new)  # the array's weak type marks it as a Python number
-    if any(not hasattr(leaf, "dtype") for leaf in jax.tree.leaves(new)) or not jax.tree.leaves(new):
-        raise UserInputError(
-            f"{what}: '{pattern}' is given a {type(new).__name__}: a patch is an array (or a tree of "
-            "arrays), a number, or a function of the value"
-        )
-    return jax.tree.map(jnp.asarray, new)
-
-
-def _required(function: Callable[..., Any]) -> int:
-    """The number of positional parameters without a default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some functions in C have no signature
-        return 1
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in plain and p.default is inspect.Parameter.empty for p in parameters)
-
-
-def patch_plan(
-    given: Mapping[str, Any], found: Sequence[Sequence[Place]], level: int
-) -> tuple[Observation, tuple[Any, ...]]:
-    """The plan of patches, and the value of each patch; None for a function."""
-    patches, values = [], []
-    for (pattern, new), group in zip(given.items(), found, strict=True):
-        function = new if isinstance(new, CallerFunction) else None
-        order = tuple(sorted(group, key=lambda place: natural(place[0])))
-        patches.append(Patch(str(pattern), function, order))
-        values.append(None if function is not None else new)
-    return Observation(frozenset(), tuple(patches), level), tuple(values)
-
-
-def check_first(call: Callable[..., Any], operands: Any, plan: Observation, fit: set[Any]) -> None:
-    """Traces a call that is about to run eagerly, so that a patch that does not fit raises before anything runs.
+def observe(
+    model: Any, plans: Mapping[Plan, tuple[Any, ...]], function: Callable[..., Any], args: tuple,
+    kwargs: dict, checked: set[Any],
+) -> tuple[Any, Taps]:  # fmt: skip
+    """Return the result of ``function(model, *args, **kwargs)`` for a marked copy, and what it has recorded.
 
     Args:
-        fit: keys of calls that were checked before; this function adds to the set.
+        plans: plans that observe the Module, each with the values of its patches.
+        checked: keys of calls whose patches fit; this function adds to the set.
+
+    Raises:
+        PatchError: a patch does not fit the value at its place. Nothing has run then.
     """
+
+    def call(model: Any, args: tuple, kwargs: dict, values: Sequence[Any]) -> tuple[Any, Taps]:
+        own = dict(zip(plans, values, strict=True))
+        outer = OBSERVING.frames[-1] if OBSERVING.frames else Frame({})
+        with opened(Frame({**outer.patches, **own}, outer.loop)) as frame:
+            result = function(marked_by(model, plans), *args, **kwargs)
+        outer.add(frame.taps)
+        for plan in plans:
+            result = unmarked(result, plan)
+        return result, frame.taps
+
+    operands = model, args, kwargs, list(plans.values())
+    if any(plan.is_patch for plan in plans):
+        _check_patches(call, operands, tuple(plans), checked)
+    return call(*operands)
+
+
+def _check_patches(
+    call: Callable[..., Any], operands: Any, plans: tuple[Plan, ...], checked: set[Any]
+) -> None:
+    """Trace a call that is about to run eagerly, so that a patch that does not fit raises before anything runs."""
     leaves, tree = jax.tree.flatten(operands)
-    is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return  # the call is already being traced, so nothing runs before the check
-    arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
-    key = (tree, plan, tuple((a.shape, str(a.dtype)) for a in arrays))
+    arrays = {i: a for i, a in enumerate(leaves) if isinstance(a, (jax.Array, np.ndarray))}
+    key = (tree, plans, *((i, a.shape, str(a.dtype)) for i, a in arrays.items()))
     try:
-        if key in fit:
+        if key in checked:
             return
-    except TypeError:
+    except TypeError:  # an argument is not hashable
         return
 
-    def traced(arrays: Any) -> Any:
-        given = iter(arrays)
-        pairs = zip(leaves, is_array, strict=True)
-        call(*jax.tree.unflatten(tree, [next(given) if one else leaf for leaf, one in pairs]))
+    def traced(arrays: dict[int, Any]) -> None:
+        call(*jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
     try:
         jax.eval_shape(traced, arrays)
-    except UserInputError as error:
-        if str(error).startswith("patch '"):
-            raise
+    except PatchError:
+        raise
     except Exception:
-        pass
-    fit.add(key)
-
-
-def check_passed(
-    found: Sequence[Sequence[Place]],
-    plan: Observation,
-    frame: Any,
-    what: str,
-    *,
-    strict: bool = True,
-) -> None:
-    """Raises an error if none of a pattern's places was captured or patched."""
-    taps = frame.taps()
-    seen, passed = marked_places(taps, plan, "seen"), passed_places(taps, plan)
-    for group in found:
-        if error := unseen(group, passed, seen, what, strict=strict):
-            raise error
-
-
-def passed_places(found: Taps, plan: Observation) -> set[Place]:
-    """The places that were captured or patched."""
-    return marked_places(found, plan, "patched") | Captures.of(found, plan.level).places
-
-
-def _check_function(function: Any, what: str) -> None:
-    if not callable(function) or hasattr(function, "_mx_definition"):
-        raise UserInputError(
-            f"maxjax.{what} takes a function of the model, such as lambda m, x: m(x), not "
-            f"{type(function).__name__}"
-        )
+        pass  # the call itself raises it again
+    checked.add(key)

@@ -13,25 +13,44 @@ from typing import Any
 
 from ....errors import UserInputError, closest, some
 from ..walk import Walk
-from .frames import OUTPUT, label_of
 
 Place = tuple[str, str]
+OUTPUT, INPUT, INPUTS = SITES = ("output", "input", "inputs")
 
 _NAMES: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_TOKEN = re.compile(
+    r"(?P<parts>(?<![^.])\*\*\.)|(?P<rest>(?<![^.])\*\*$)|(?P<any>\*+)|(?P<one>\?)"
+    r"|(?P<none_of>\[![^\].]*\])|(?P<one_of>\[[^\].]*\])|(?P<text>.)",
+    re.DOTALL,
+)
+_REGEX = {
+    "parts": lambda token: r"(?:[^.]+\.)*",
+    "rest": lambda token: r"[^.]+(?:\.[^.]+)*",
+    "any": lambda token: "[^.]*",
+    "one": lambda token: "[^.]",
+    "none_of": lambda token: f"[^.{token[2:]}",
+    "one_of": lambda token: token,
+    "text": re.escape,
+}
 
 
-def names_of(model: Any) -> tuple[str, ...]:
-    """The full names of a Module ("") and of all Modules below it, with each layer of a stack separately."""
-    definition = model._mx_definition()[0]
-    found = _NAMES.get(definition)
-    if found is None:
-        names = dict.fromkeys(prefix.rstrip(".") for prefix in Walk(model).prefixes)
-        found = _NAMES[definition] = tuple(sorted(names, key=natural))
-    return found
+def label_of(name: str, site: str) -> str:
+    """Return the label of a place: the name of the Module for its output, otherwise the name and the site."""
+    return name if site == OUTPUT else f"{name}:{site}"
+
+
+def of_first_layer(name: str) -> str:
+    """Return a name with an index instead of the part that represents several layers of a stack (``Span.pattern``).
+
+    Example:
+        >>> of_first_layer("layers.*.mlp"), of_first_layer("layers.2:8:3")
+        ('layers.0.mlp', 'layers.2')
+    """
+    return re.sub(r"(?<![^.])(?:\*|(\d+):[\d:]+)(?![^.])", lambda part: part[1] or "0", name)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key for sorting names in natural order: ``layers.2`` before ``layers.10``.
+    """Return a key for sorting names in natural order: ``layers.2`` before ``layers.10``.
 
     Example:
         >>> sorted(["layers.10", "layers.2"], key=natural)
@@ -43,7 +62,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def split(pattern: Any) -> Place:
-    """The name and the site of a pattern; without a colon, the site is that of the output.
+    """Split a pattern into a name and a site; without a colon, the site is that of the output.
 
     Raises:
         UserInputError: ``pattern`` is not a str.
@@ -55,12 +74,12 @@ def split(pattern: Any) -> Place:
 
 
 def has_wildcard(name: str) -> bool:
-    """Whether a pattern may match several names."""
+    """Return whether a pattern may match several names."""
     return any(character in name for character in "*?[")
 
 
 def match(name: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern matches as a whole; if there are none, those of which it matches the end.
+    """Return the names that a pattern matches as a whole; if there are none, those of which it matches the end.
 
     Example:
         >>> match("layers.*", ["layers.0", "layers.0.mlp"])
@@ -69,110 +88,58 @@ def match(name: str, names: Iterable[str]) -> list[str]:
         ['model.layers.1']
     """
     names = list(names)
+    regex = _TOKEN.sub(lambda token: _REGEX[str(token.lastgroup)](token[0]), name)
     try:
-        whole, end = re.compile(_regex(name)), re.compile(rf"(?:.+\.)?{_regex(name)}")
+        whole, end = re.compile(regex), re.compile(rf"(?:.+\.)?{regex}")
     except re.error:  # a range such as [9-1]
         return []
     found = [one for one in names if whole.fullmatch(one)]
     return found if found or not name else [one for one in names if end.fullmatch(one)]
 
 
-def _regex(name: str) -> str:
-    parts = name.split(".")
-    text = ""
-    for i, part in enumerate(parts):
-        last = i == len(parts) - 1
-        if part == "**":
-            text += r"[^.]+(?:\.[^.]+)*" if last else r"(?:[^.]+\.)*"
-        else:
-            text += _part(part) + ("" if last else r"\.")
-    return text
-
-
-def _part(part: str) -> str:
-    pieces = re.split(r"(\*+|\?|\[[^\]]*\])", part)
-    known = {"?": "[^.]"}
-    return "".join(
-        "[^.]*" if set(piece) == {"*"}
-        else "[^." + piece[2:] if piece.startswith("[!")
-        else known.get(piece, piece) if piece[:1] in ("?", "[") and piece[-1:] in ("?", "]")
-        else re.escape(piece)
-        for piece in pieces
-        if piece
-    )  # fmt: skip
-
-
-def places(model: Any, pattern: Any, what: str) -> tuple[Place, ...]:
-    """The places of a model that a pattern matches.
+def places(model: Any, pattern: Any, caller: str) -> tuple[Place, ...]:
+    """Return the places of a model that a pattern matches, in natural order.
 
     Args:
-        what: name of the function that was called, for messages.
+        caller: name of the function that was called, for messages.
 
     Raises:
         UserInputError: the pattern matches no Module (the message suggests the nearest name), or its site is invalid.
     """
     name, site = split(pattern)
-    names = names_of(model)
+    names = _names_of(model)
     found = match(name, names)
     if not found:
         raise UserInputError(
-            f"{what}: no module of {type(model).__name__} is named '{name}'{nearest(name, names)}"
+            f"{caller}: no module of {type(model).__name__} is named '{name}'{_nearest(name, names)}"
         )
     if not site.isidentifier():
         raise UserInputError(
-            f"{what}: '{pattern}' has no site after the colon: it is output, input, inputs, or a name "
+            f"{caller}: '{pattern}' has no site after the colon: it is output, input, inputs, or a name "
             "that the module gives to a value, such as weights"
         )
     return tuple((one, site) for one in found)
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
-    """A hint for the message about a name that is not among ``names``."""
+def _names_of(model: Any) -> tuple[str, ...]:
+    """Return the full names of a Module ("") and of all Modules below it, with each layer of a stack separately."""
+    definition = model._mx_definition()[0]
+    found = _NAMES.get(definition)
+    if found is None:
+        names = dict.fromkeys(prefix.rstrip(".") for prefix in Walk(model).prefixes)
+        found = _NAMES[definition] = tuple(sorted(names, key=natural))
+    return found
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    """Return a hint for the message about a name that is not among ``names``."""
     starred = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", one) for one in names if one))
-    candidates = [*starred, *(one for one in names if one)]
-    # The ends of names, because the caller may omit the beginning.
-    ends = {end: one for one in candidates for end in _ends(one)}
-    like = closest(name, candidates) or ends.get(closest(name, ends) or "")
+    if not starred:
+        return "; it has no modules in it"
+    # The ends of names too, because the caller may omit the beginning.
+    full = {one: one for one in (*starred, *filter(None, names))}
+    ends = {one[dot.end() :]: one for one in full for dot in re.finditer(r"\.", one)}
+    like = full.get(closest(name, full) or "") or ends.get(closest(name, ends) or "")
     if like is None:
-        return f"; there are {some(starred, 12)}" if starred else "; it has no modules in it"
+        return f"; there are {some(starred, 12)}"
     return f" (did you mean '{like}'?); there are {some(starred, 6)}"
-
-
-def _ends(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(1, len(parts))]
-
-
-def unseen(
-    wanted: Iterable[Place], passed: Iterable[Place], seen: set[Place], what: str, *, strict: bool
-) -> UserInputError | None:
-    """The error if none of a pattern's places was captured or patched; otherwise None.
-
-    Args:
-        wanted: places of one pattern.
-        passed: all places that were captured or patched.
-        seen: all places that values have passed in the run.
-        strict: whether a Module that did not run is an error; a site that a Module does not have always is.
-    """
-    wanted = list(wanted)
-    if set(wanted) & set(passed):
-        return None
-    name, site = wanted[0]
-    ran = {one for one, _ in seen}
-    missing = [place for place in wanted if place[0] in ran]
-    if missing:
-        name, site = missing[0]
-        known = sorted({s for n, s in seen if n == name} | {"output", "input", "inputs"})
-        like = closest(site, known)
-        hint = f" (did you mean '{like}'?)" if like else ""
-        others = sorted({n for n, s in seen if s == site}, key=natural)
-        more = f"; {some([label_of(n, site) for n in others], 3)} would be one" if others else ""
-        return UserInputError(
-            f"{what}: '{name}' has no '{site}'{hint}: it has {', '.join(known)}{more}"
-        )
-    if not strict:
-        return None
-    return UserInputError(
-        f"{what}: '{label_of(name, site)}' did not run: the function does not call this module, or it "
-        "does so in a function compiled for another model object"
-    )

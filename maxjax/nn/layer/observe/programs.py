@@ -1,8 +1,8 @@
 """The observation of maxjax's own jitted programs, which return captured values as further results.
 
-``tapped`` runs a model inside a program, and returns the recorded values with the result. A ``Watch`` dispatches
-programs, and passes the recorded values to the captures and patches that observe the model at that moment. An
-observed model has another treedef than the same model unobserved, and therefore other compiled programs.
+``tapped`` runs a model inside a program, and returns the recorded values with the result. A ``ProgramObserver``
+dispatches programs, and passes the recorded values to the captures and patches that observe the model at that moment.
+An observed model has another treedef than the same model unobserved, and therefore other compiled programs.
 """
 
 from __future__ import annotations
@@ -11,26 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....errors import UnsupportedModelError, UserInputError
-from ..definition import marked
-from .frames import (
-    Frame,
-    Observation,
-    Taps,
-    current_observers,
-    marked_places,
-    next_level,
-    opened,
-)
-from .places import Place, unseen
+from .captures import Captures
+from .frames import Frame, current_observers, opened
+from .functions import marked_by, plans_of
+from .plans import Taps, check
+from .recording import Piece, Recording
 
 
 def is_observed(model: Any) -> bool:
-    """Whether a model inside a program is the copy of an observed model."""
+    """Return whether a model inside a program is the copy of an observed model."""
     return bool(model._mx_marks)
 
 
 def tapped(model: Any, patches: Sequence[Any], function: Callable[[], Any]) -> tuple[Any, Taps]:
-    """The result of ``function``, which runs the model, and the values that were recorded.
+    """Return the result of ``function``, which runs the model, and the values that were recorded.
 
     Args:
         model: model in the argument of the program.
@@ -44,21 +38,12 @@ def tapped(model: Any, patches: Sequence[Any], function: Callable[[], Any]) -> t
     plans = [plan for plan, _ in model._mx_marks]
     with opened(Frame(dict(zip(plans, patches, strict=True)))) as frame:
         result = function()
-    taps = frame.taps()
     for plan in plans:
-        _check_sites(plan, marked_places(taps, plan, "seen"))
-    return result, {key: values for key, values in taps.items() if key[3] != "seen"}
+        check(plan, frame.taps)
+    return result, frame.taps
 
 
-def _check_sites(plan: Observation, seen: set[Place]) -> None:
-    for site in sorted({site for _, site in plan.places}):
-        group = [place for place in sorted(plan.places) if place[1] == site]
-        what = "patch" if plan.patches else "capture"
-        if error := unseen(group, seen, seen, what, strict=False):
-            raise error
-
-
-class Watch:
+class ProgramObserver:
     """One run of a function such as ``maxjax.generate``, whose programs are observed.
 
     Args:
@@ -67,25 +52,18 @@ class Watch:
 
     def __init__(self, model: Any):
         self._model = model
-        self._recordings: dict[int, tuple[Any, Any]] = {}
+        self._recordings: dict[Any, Recording | None] = {}
 
     @property
-    def is_watched(self) -> bool:
+    def is_observed(self) -> bool:
         """Whether a capture or patch observes the model now."""
         return bool(current_observers(self._model))
 
     def run(
-        self,
-        together: Any,
-        program: Any,
-        *args: Any,
-        rows: Sequence[int],
-        counts: Callable[[Any], Any],
-        width: int | None,
-        keeps: bool = True,
-        **static: Any,
-    ) -> Any:
-        """Dispatches ``program(model, *args, **static)``, and passes the recorded values to the observers.
+        self, together: Any, program: Any, *args: Any, rows: Sequence[int],
+        counts: Callable[[Any], Any], width: int | None, keeps: bool = True, **static: Any,
+    ) -> Any:  # fmt: skip
+        """Dispatch ``program(model, *args, **static)``, and pass the recorded values to the observers.
 
         Args:
             together: lockstep call of several processes to which the dispatch belongs (``lockstep.py``).
@@ -113,28 +91,26 @@ class Watch:
             raise UnsupportedModelError(
                 "capturing and patching a model that several processes share"
             )
-        level = next_level()
-        wishes = [one.wish(self._model, level + i) for i, one in enumerate(observers)]
-        copy = self._model
-        for plan, name, _ in wishes:
-            copy = marked(copy, plan, name)
-        patches = tuple(wish.values for wish in wishes)
+        plans = plans_of(observers, self._model)
+        copy, patches = marked_by(self._model, plans), tuple(plans.values())
         result, taps = together.run(program, copy, *args, patches=patches, **static)
         if not keeps:
             return result
-        # Recordings of observers that have left are dropped: a Watch may live as long as a conversation.
-        now = set(map(id, observers))
-        self._recordings = {key: kept for key, kept in self._recordings.items() if key in now}
-        for one, wish in zip(observers, wishes, strict=True):
-            if id(one) not in self._recordings:
-                self._recordings[id(one)] = one, one.recording()
-            one.take_taps(
-                wish.plan, taps, self._recordings[id(one)][1], rows, counts(result), width
-            )
+        # A capture that observes again after other dispatches begins another run.
+        self._recordings = {
+            one: self._recordings[one] if one in self._recordings else one.recording()
+            for one in observers
+        }
+        for one, plan in zip(observers, plans, strict=True):
+            if (recording := self._recordings[one]) is None:
+                one.take(plan, taps)
+            else:
+                found = Captures.of(taps, plan.level)
+                recording.add(Piece(found, list(rows), counts(result), width))
         return result
 
     def end(self, row: int, tokens: int) -> None:
-        """Sets the number of tokens of a row; values of later tokens are dropped."""
-        for _, recording in self._recordings.values():
+        """Set the number of tokens of a row; values of later tokens are dropped."""
+        for recording in self._recordings.values():
             if recording is not None:
                 recording.end(row, tokens)

@@ -1,11 +1,11 @@
 """Recording: the captured values of several calls of a model by a maxjax function, concatenated along tokens.
 
-Shapes: B rows of one call, T tokens, R rows of the whole run.
+Shapes: B rows of one call, T tokens, R rows of the whole run, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....errors import UserInputError
-from .captures import Captures
-from .frames import StackedValues
-from .places import Place
+from .captures import ByName, Captures
+from .plans import Key
 
 
 class Piece(NamedTuple):
@@ -34,7 +33,7 @@ class Piece(NamedTuple):
     width: int | None
 
 
-class Recording(Mapping[str, Any]):
+class Recording(ByName):
     """The captured values of one run of ``generate``, ``stream``, ``embed`` or ``perplexity``.
 
     ``recording["layers.3.mlp"]`` has the values of all tokens that the model has read, ``[R, tokens,
@@ -49,23 +48,19 @@ class Recording(Mapping[str, Any]):
             without the axis of tokens for decode steps.
     """
 
-    # Compared by identity, because arrays do not compare to a single bool.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._limits: dict[int, int] = {}
-        self._merged: dict[str, Any] = {}
+        self._joined: Captures | None = None
 
-    def add(self, found: Captures, rows: Sequence[int], counts: Any, width: int | None) -> None:
-        """Adds the values that a dispatch recorded."""
-        self._merged.clear()
-        self._pieces.append(Piece(found, list(rows), counts, width))
+    def add(self, piece: Piece) -> None:
+        """Add the values that a dispatch recorded."""
+        self._joined = None
+        self._pieces.append(piece)
 
     def end(self, row: int, tokens: int) -> None:
-        """Drops the values of a row after this number of tokens, which are beyond the end of the text."""
-        self._merged.clear()
+        """Drop the values of a row after this number of tokens, which are beyond the end of the text."""
+        self._joined = None
         self._limits[row] = tokens
 
     @property
@@ -75,33 +70,25 @@ class Recording(Mapping[str, Any]):
             if piece.width is not None:
                 found.append(piece.found)
                 continue
-            steps = int(np.max(np.asarray(piece.counts), initial=0))
-            entries = dict(piece.found.entries)
-            for i in range(steps):
-                found.append(Captures(jax.tree.map(lambda a, i=i: a[i], entries)))
+            for i in range(int(np.max(np.asarray(piece.counts), initial=0))):
+                found.append(Captures(jax.tree.map(lambda a, i=i: a[i], piece.found.entries)))
         return found
 
     @property
     def lengths(self) -> np.ndarray:
         """The number of tokens of each row that the model has read, int64 ``[R]``."""
-        total = np.zeros(self._rows(), np.int64)
+        total = np.zeros(self._rows() + 1, np.int64)  # the last is that of padding, row -1
         for piece in self._pieces:
-            for row, count in zip(piece.rows, np.asarray(piece.counts).tolist(), strict=True):
-                if row >= 0:
-                    total[row] += count
-        for row, limit in self._limits.items():
-            if row < len(total):
-                total[row] = min(total[row], limit)
-        return total
+            np.add.at(total, piece.rows, np.asarray(piece.counts))
+        return np.array(
+            [min(n, self._limits.get(i, n)) for i, n in enumerate(total[:-1])], np.int64
+        )
 
     def _rows(self) -> int:
         return 1 + max((max(piece.rows) for piece in self._pieces), default=-1)
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(key for piece in self._pieces for key in piece.found))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
         return any(key in piece.found for piece in self._pieces)
@@ -116,89 +103,69 @@ class Recording(Mapping[str, Any]):
         return f"{self._all()!r}\n  of {len(lengths)} texts, {int(lengths.sum())} tokens"
 
     def _all(self) -> Captures:
-        """The captured values of all dispatches, concatenated."""
-        if "all" not in self._merged:
-            values: dict[Place, tuple[Any, ...]] = {}
-            for place in dict.fromkeys(p for piece in self._pieces for p in piece.found.entries):
-                pieces = [piece for piece in self._pieces if place in piece.found.entries]
-                values[place] = self._joined(place, pieces)
-            self._merged["all"] = Captures(values)
-        return self._merged["all"]
+        """Return the captured values of all dispatches, concatenated."""
+        if self._joined is None:
+            found = {}
+            for key in dict.fromkeys(key for piece in self._pieces for key in piece.found.entries):
+                pieces = [piece for piece in self._pieces if key in piece.found.entries]
+                trees = [piece.found.entries[key] for piece in pieces]
+                join = lambda *arrays, key=key, pieces=pieces: self._join(key, pieces, arrays)
+                found[key] = jax.tree.map(join, *trees)
+            self._joined = Captures(found)
+        return self._joined
 
-    def _joined(self, place: Place, pieces: list[Piece]) -> tuple[Any, ...]:
-        first = pieces[0].found.entries[place]
-        runs = []
-        for i, run in enumerate(first):
-            stacked = isinstance(run, StackedValues)
-            trees = [piece.found.entries[place][i] for piece in pieces]
-            flat = [jax.tree.leaves(tree) for tree in trees]
-            leaves = [
-                self._leaf(place, pieces, [one[k] for one in flat], stacked)
-                for k in range(len(flat[0]))
+    def _join(self, key: Key, pieces: Sequence[Piece], arrays: Sequence[Any]) -> jax.Array:
+        """Return an array of all calls, ``[R, tokens, ...]``, after an axis of layers if ``key`` has several."""
+        is_weights = key.site == "weights"
+        values = [_by_row(key, *pair) for pair in zip(pieces, map(np.asarray, arrays), strict=True)]
+        if is_weights:  # [L, B, T, H, S]: the caches of the calls differ in S
+            wide = max(value.shape[-1] for value in values)
+            values = [
+                np.pad(value, [*[(0, 0)] * 4, (0, wide - value.shape[-1])]) for value in values
             ]
-            runs.append(jax.tree.unflatten(jax.tree.structure(run), leaves))
-        return tuple(runs)
-
-    def _leaf(self, place: Place, pieces: list[Piece], arrays: list[Any], stacked: bool) -> Any:
-        """One array of all calls, concatenated: ``[R, tokens, ...]``, after a leading axis of layers if ``stacked``."""
-        weights = place[1] == "weights"
-        lead = int(stacked)
-        step = next(
-            (a.ndim - 1 for a, p in zip(arrays, pieces, strict=True) if p.width is None), None
-        )
-        rows: dict[int, list[np.ndarray]] = {}
-        for piece, array in zip(pieces, map(np.asarray, arrays), strict=True):
+        # Decode steps have tokens; a prompt has them too, unless its value is that of the last token alone.
+        axes = next((v.ndim for v, p in zip(values, pieces, strict=True) if p.width is None), None)
+        parts: dict[int, list[np.ndarray]] = {}  # [L, tokens, ...] for each text
+        for piece, value in zip(pieces, values, strict=True):
             counts = np.asarray(piece.counts)
-            steps = array if piece.width is None else array[None]  # [steps, (L,) B, ...]
-            if steps.ndim < 2 + lead or steps.shape[1 + lead] != len(piece.rows):
-                raise UserInputError(
-                    f"'{place[0]}' gives {array.shape[1:] if piece.width is None else array.shape} for "
-                    f"{len(piece.rows)} rows, which is no value for each row and token: use .calls"
-                )
-            tokens = self._has_tokens(weights, lead, step, piece, steps[0].shape)
-            for at, row in enumerate(piece.rows):
-                if row < 0 or not counts[at]:
-                    continue
-                own = steps.take(at, 1 + lead)  # [steps, (L,) ...]
-                axis = 2 if weights else 1  # of the tokens of one call, among (L,) ...
-                for i in range(int(counts[at]) if piece.width is None else 1):
-                    value = own[i] if stacked else own[i][None]  # [L or 1, ...]
-                    if not tokens:
-                        value = np.expand_dims(value, axis)
-                    count = int(counts[at]) if tokens and piece.width is not None else 1
-                    rows.setdefault(row, []).append(np.moveaxis(value, axis, 1)[:, :count])
-        found = self._padded(rows, weights)
-        return jnp.asarray(found if stacked else found[0])
+            if axes is None:
+                has_tokens = is_weights or value.shape[2:3] == (piece.width,)
+            else:
+                has_tokens = value.ndim >= axes
+            if not has_tokens:
+                value, counts = value[:, :, None], np.minimum(counts, 1)
+            for i, row in enumerate(piece.rows):
+                if row >= 0:
+                    parts.setdefault(row, []).append(value[:, i, : counts[i]])
+        texts = {
+            row: np.concatenate(own, 1)[:, : self._limits.get(row)] for row, own in parts.items()
+        }
+        longest = max(text.shape[1] for text in texts.values())
+        one = next(iter(texts.values()))
+        found = np.zeros((len(one), self._rows(), longest, *one.shape[2:]), one.dtype)
+        for row, text in texts.items():
+            found[:, row, : text.shape[1]] = text
+        if is_weights:
+            found = np.moveaxis(found, 2, 3)[..., :longest]  # [L, R, H, tokens, tokens]
+        return jnp.asarray(found if key.layers else found[0])
 
-    def _has_tokens(
-        self, weights: bool, lead: int, step: int | None, piece: Piece, shape: tuple[int, ...]
-    ) -> bool:
-        """Whether the value of a call has an axis of tokens."""
-        if weights:
-            return True
-        if piece.width is None:
-            return False
-        if step is not None:
-            return len(shape) > step
-        return len(shape) > 1 + lead and shape[1 + lead] == piece.width
 
-    def _padded(self, rows: dict[int, list[np.ndarray]], weights: bool) -> np.ndarray:
-        """The rows ``[L, tokens, ...]``, padded, as one array ``[L, R, tokens, ...]``."""
-        if weights:  # [L, tokens, H, S]: the caches of the calls differ in S
-            wide = max(part.shape[3] for parts in rows.values() for part in parts)
-            rows = {
-                row: [np.pad(p, ((0, 0), (0, 0), (0, 0), (0, wide - p.shape[3]))) for p in parts]
-                for row, parts in rows.items()
-            }
-        whole = {row: np.concatenate(parts, 1) for row, parts in rows.items()}
-        for row, limit in self._limits.items():
-            if row in whole:
-                whole[row] = whole[row][:, :limit]
-        longest = max(one.shape[1] for one in whole.values())
-        some = next(iter(whole.values()))
-        found = np.zeros((len(some), self._rows(), longest, *some.shape[2:]), some.dtype)
-        for row, values in whole.items():
-            found[:, row, : values.shape[1]] = values
-        if not weights:
-            return found
-        return np.moveaxis(found, 2, 3)[..., :longest]  # [L, R, H, tokens, tokens]
+def _by_row(key: Key, piece: Piece, given: np.ndarray) -> np.ndarray:
+    """Return what one dispatch recorded as ``[L, B, ...]``, or ``[L, B, T, ...]`` if it has an axis of tokens.
+
+    Raises:
+        UserInputError: the array has no axis of rows.
+    """
+    is_decode = piece.width is None
+    value = given if key.layers else np.expand_dims(given, int(is_decode))
+    axis = 2 if is_decode else 1
+    if value.ndim <= axis or value.shape[axis] != len(piece.rows):
+        raise UserInputError(
+            f"'{key.name}' gives {given.shape[1:] if is_decode else given.shape} for "
+            f"{len(piece.rows)} rows, which is no value for each row and token: use .calls"
+        )
+    if is_decode:
+        value = np.moveaxis(value, 0, 2)  # each step is a token
+    if key.site != "weights":
+        return value
+    return value[..., 0, :] if is_decode else np.moveaxis(value, 3, 2)  # [L, B, T, H, S]

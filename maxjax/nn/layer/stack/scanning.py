@@ -22,8 +22,9 @@ from ....graph.weight.weight import Weight
 from ....kernels import StackSlice, explicit
 from ....kernels.operation import varying_with
 from ..definition import Definition, unflatten
-from ..observe.frames import Taps, unwrapped
-from ..observe.loops import Kept, LoopFrame, hand_on, holds_functions, values_of
+from ..observe import loops
+from ..observe.patches import unwrapped
+from ..observe.plans import Plan, Taps, joined
 from .per_layer import PerLayer, StackPattern
 
 
@@ -47,7 +48,6 @@ class _Static(NamedTuple):
     constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
     values: bool  # whether Weights return TensorValues (graph/kind.py)
-    live: tuple[bool, ...]  # for each mark of the stack, whether its plan observes this run
 
 
 def scan(
@@ -66,8 +66,7 @@ def scan(
         if not _is_array(v)
     )
     keep = any(isinstance(x, PerLayer) for x in xs)
-    given, live = values_of(stack)
-    static = _Static(definition, plan, tree, constants, keep, KIND.values, live)
+    static = _Static(definition, plan, tree, constants, keep, KIND.values)
     try:
         hash(static)
     except TypeError as error:
@@ -76,14 +75,14 @@ def scan(
             f"keyword arguments of scan ({names}) must be arrays or hashable: {error}"
         ) from None
     carry = jax.tree.map(jnp.asarray, carry)
-    operands = (arrays, carry, values, dynamic, given)
-    if holds_functions(stack):
+    operands = (arrays, carry, values, dynamic, loops.patches_of(stack))
+    if loops.holds_functions(stack):
         # A function may close over tracers, also over those that are differentiated, which a
         # ``custom_jvp`` would not see.
         carry, outputs, taps = _run_plain(static, *operands)
     else:
         carry, outputs, taps = _run(static, *operands)
-    hand_on(taps)
+    loops.hand_on(taps)
     return (carry, *outputs) if outputs else carry
 
 
@@ -168,60 +167,59 @@ def _(static: _Static, primals: Any, tangents: Any) -> Any:
 
 def _loop(
     sliced: bool, static: _Static, arrays: Any, carry: Any, xs: tuple[PerLayer, ...], dynamic: Any,
-    given: Any,
+    patches: Any,
 ) -> Any:  # fmt: skip
     """Runs the layers; returns the last carry, the outputs, and the values that observers have recorded."""
     plan, layout = static.plan, static.plan.layout
     stack = unflatten(static.definition, arrays)
-    observed = LoopFrame.of(stack, static.live, given, layout)
+    plans = loops.active_plans(stack, patches)
     # Inside shard_map, the carry must vary over the mesh axes of xs and operands; over those of weights, layers sum.
     carry = varying_with(carry, xs, dynamic)
-    run = _runner(static, sliced, dynamic, observed)
-    bodies = [_Body(stack._mx_children[layout.span(slot).pattern]) for slot in range(layout.slots)]
+    run = _runner(static, sliced, dynamic, plans)
+    bodies = [
+        _Body(stack._mx_children[layout.span(slot).pattern], layout.members(slot))
+        for slot in range(layout.slots)
+    ]
     collected: dict[int, Any] = {}
     taps: list[Taps] = []
 
     def single(i: int, carry: Any) -> Any:
         body = _Body(stack._mx_children[str(i)])
         x = tuple(value[i] for value in xs)
-        carry, collected[i], tapped = run(body.definition, body.leaves, jnp.int32(i), carry, x)
+        carry, collected[i], tapped = run(body, body.leaves, jnp.int32(i), carry, x)
         taps.append(tapped)
         return carry
 
     def repeat(state: Any, at: Any) -> Any:
         # The carry counts the index: as a scanned input it would make compilation a tenth longer.
-        (k, carry, few), (scanned, inputs) = state, at
-        outputs, few, many = [], list(few), []
+        (k, carry, buffers), (scanned, inputs) = state, at
+        outputs, written = [], []
         for slot, body in enumerate(bodies):
             weights = body.at(k, None if sliced else scanned[slot])
             i = k * layout.period + (layout.first + slot)
-            carry, y, tapped = run(body.definition, weights, i, carry, inputs[slot])
+            carry, y, tapped = run(body, weights, i, carry, inputs[slot])
             outputs.append(y)
-            few[slot], whole = kept[slot].taken(few[slot], tapped, i)
-            many.append(whole)
-        return (k + 1, carry, few), (outputs, many)
+            written.append(loops.write(buffers[slot], tapped, i))
+        return (k + 1, carry, written), outputs
 
     for i in range(layout.first):
         carry = single(i, carry)
     slots = [tuple(value.slots[slot] for value in xs) for slot in range(layout.slots)]
     scanned = None if sliced else [body.stacks for body in bodies]
-    kept = [Kept(observed, layout.members(slot)) for slot in range(layout.slots)]
-    if observed is not None:
+    buffers: list[Taps] = [{}] * layout.slots
+    if plans:
         # The shapes of the values that a layer records are known only after a trace.
         first = jax.tree.map(lambda a: a[0], slots), jax.tree.map(lambda a: a[0], scanned)
-        few = []
         for slot, body in enumerate(bodies):
             weights = body.at(jnp.int32(0), None if sliced else first[1][slot])
-            of_body = partial(run, body.definition)
+            of_body = partial(run, body)
             shapes = jax.eval_shape(of_body, weights, jnp.int32(0), carry, first[0][slot])
-            few.append(kept[slot].empty(shapes[2]))
-    else:
-        few = [()] * layout.slots
-    start = (jnp.int32(0), carry, few)
-    (_, carry, few), (outputs, many) = jax.lax.scan(
+            buffers[slot] = loops.empty_buffers(shapes[2], body.members, carry)
+    start = (jnp.int32(0), carry, buffers)
+    (_, carry, buffers), outputs = jax.lax.scan(
         repeat, start, (scanned, slots), length=layout.repeats, unroll=plan.unroll
     )
-    taps += [kept[slot].taps(few[slot], many[slot]) for slot in range(layout.slots)]
+    taps += map(loops.finished, buffers)
     for i in range(layout.end, layout.count):
         carry = single(i, carry)
     _check_outputs([*outputs, *collected.values()])
@@ -230,11 +228,7 @@ def _loop(
         PerLayer([slot[m] for slot in outputs], [own[m] for own in rest], layout)
         for m in range(len(outputs[0]))
     ]
-    return (
-        carry,
-        _gather(ys, static.keep),
-        {key: value for found in taps for key, value in found.items()},
-    )
+    return carry, _gather(ys, static.keep), joined(*taps)
 
 
 _run: Any = jax.jit(_either, static_argnums=0)
@@ -242,18 +236,18 @@ _run_plain: Any = jax.jit(partial(_loop, False), static_argnums=0)
 
 
 def _runner(
-    static: _Static, sliced: bool, dynamic: Sequence[Any], observed: LoopFrame | None
+    static: _Static, sliced: bool, dynamic: Sequence[Any], plans: Mapping[Plan, Any]
 ) -> Callable[..., Any]:
     """The function that runs one layer.
 
-    It maps (definition, leaves, index, carry, x) to (carry, outputs, recorded values).
+    It maps (body, leaves, index, carry, x) to (carry, outputs, recorded values).
     """
     constants = {i: value for i, _, _, value in static.constants}
     arrays = iter(dynamic)
     count = len(constants) + len(dynamic)
     leaves = [constants[i] if i in constants else next(arrays) for i in range(count)]
     shared = jax.tree.unflatten(static.tree, leaves)
-    step = partial(_step, shared, static.plan, observed)
+    step = partial(_step, shared, static.plan, plans)
     remat = static.plan.remat
     if remat is None or sliced:
         return step
@@ -262,9 +256,14 @@ def _runner(
 
 
 class _Body:
-    """The layer that represents all layers at one position of the pattern, and the sources of its weights."""
+    """The layer that represents all layers at one position of the pattern, and the sources of its weights.
 
-    def __init__(self, layer: Any):
+    Attributes:
+        members: indices of these layers; () for a layer that runs alone.
+    """
+
+    def __init__(self, layer: Any, members: Sequence[int] = ()):
+        self.members = members
         self.definition, self.holders = layer._mx_definition()
         self.homes = [w.home for w in self.holders]
         self.stacks = [home[0].leaf for home in self.homes if home is not None]
@@ -280,15 +279,15 @@ class _Body:
 
 
 def _step(
-    shared: Mapping[str, Any], plan: ScanOptions, observed: LoopFrame | None,
-    definition: Definition, leaves: Any, i: Any, carry: Any, x: Any,
+    shared: Mapping[str, Any], plan: ScanOptions, plans: Mapping[Plan, Any],
+    body: _Body, leaves: Any, i: Any, carry: Any, x: Any,
 ) -> Any:  # fmt: skip
-    layer = unflatten(definition, leaves)
-    if observed is None:
+    layer = unflatten(body.definition, leaves)
+    if not plans:
         return *_call(layer, shared, plan, i, carry, x), {}
-    with observed.layer(layer, i) as frame:
+    with loops.frame_of_layer(layer, plans, body.members, i) as frame:
         carry, outputs = _call(layer, shared, plan, i, carry, x)
-    return carry, outputs, frame.taps()
+    return carry, outputs, frame.taps
 
 
 def _call(
