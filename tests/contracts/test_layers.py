@@ -120,10 +120,12 @@ def stacked(*trees):
 
 @each_layer_and_stack
 def test_forward(row):
+    """The layer computes its reference, in the types of its inputs."""
     layer, weights = row.filled()
     found = layer(*jax.tree.map(jnp.asarray, list(row.inputs)))
     close(found, expected(row, weights))
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
+    for leaf in jax.tree.leaves(found):
+        assert isinstance(leaf, jax.Array) and leaf.dtype in (jnp.float32, jnp.int32)
 
 
 @jax.jit
@@ -140,7 +142,10 @@ def gradients(layer, inputs, factors):
 @pytest.mark.slow
 @each_layer_and_stack
 def test_grad(row):
-    """Gradients by each weight and input are the slopes of the reference in random directions."""
+    """Gradients by each weight and input are the slopes of the reference in random directions.
+
+    Weights that ``maxjax.partition`` does not train, such as running statistics, get none.
+    """
     layer, weights = row.filled()
     inputs, rng = wide(list(row.inputs)), np.random.default_rng(0)
     results = [leaf for leaf in jax.tree.leaves(expected(row, weights)) if is_float(leaf)]
@@ -167,8 +172,8 @@ def test_grad(row):
     for name, gradient in by_layer.raw_state_dict().items():
         if trained[name].value is not None:
             check(gradient, weights[name], lambda v, n=name: loss({**weights, n: v}, inputs), name)
-        elif is_float(weights[name]) and layer.raw_state_dict()[name].dtype.is_float():
-            assert not np.asarray(gradient).any(), name
+        elif gradient.value.dtype != jax.dtypes.float0:
+            assert not np.asarray(gradient.value).any(), name
     leaves, tree = jax.tree.flatten(inputs)
     for i, gradient in enumerate(jax.tree.leaves(by_inputs)):
         if is_float(leaves[i]):
@@ -182,16 +187,18 @@ def test_grad(row):
 @pytest.mark.slow
 @each_layer_and_stack
 def test_vmap(row):
-    """Over layers and inputs together, and over inputs alone."""
+    """A layer is mapped over inputs, and a batch of layers over a batch of inputs."""
     layers, inputs = [row.filled(seed) for seed in (0, 1)], [other_inputs(row, i) for i in (1, 2)]
     batch, both = stacked(*inputs), jax.tree.map(lambda *a: jnp.stack(a), *(m for m, _ in layers))
     run = lambda layer, inputs: layer(*inputs)
-    mapped = jax.jit(lambda both, one, batch: (jax.vmap(run)(both, batch),
-                                               jax.vmap(run, (None, 0))(one, batch)))  # fmt: skip
-    of_each, of_one = mapped(both, layers[0][0], batch)
-    close(
-        of_each, stacked(*(expected(row, w, x) for (_, w), x in zip(layers, inputs, strict=True)))
-    )
+
+    @jax.jit
+    def mapped(both, one, batch):
+        return jax.vmap(run)(both, batch), jax.vmap(run, (None, 0))(one, batch)
+
+    of_both, of_one = mapped(both, layers[0][0], batch)
+    pairs = zip(layers, inputs, strict=True)
+    close(of_both, stacked(*(expected(row, weights, x) for (_, weights), x in pairs)))
     close(of_one, stacked(*(expected(row, layers[0][1], x) for x in inputs)))
 
 
@@ -199,6 +206,7 @@ def test_vmap(row):
 def test_jit(row):
     """Layers of equal structure share a program; one with another attribute has its own."""
     (first, of_first), (layer, of_layer) = row.filled(0), row.filled(1)
+    assert jax.tree.structure(first) == jax.tree.structure(layer)
     close(compiled(first, *row.inputs), expected(row, of_first))
     count = len(TRACES)
     found = compiled(layer, *row.inputs)
@@ -222,19 +230,14 @@ def run_and_keep(layer, carry, *inputs):
 @pytest.mark.slow
 @each_layer
 def test_stack(row):
+    """Stacked layers give the results and gradients of each alone; names and values stay, there and back."""
     layers, weights = zip(*(row.filled(seed) for seed in range(3)), strict=True)
-    inputs = [other_inputs(row, seed) for seed in range(3)]
-    factors = [jnp.ones_like(a) for a in jax.tree.leaves(layers[0](*inputs[0])) if is_float(a)]
-    alone = [gradients(m, x, factors)[0] for m, x in zip(layers, inputs, strict=True)]
-    holders = [Holder(layer) for layer in layers]
-    wanted = {
-        f"{i}.{name}": weight
-        for i, (holder, gradient) in enumerate(zip(holders, alone, strict=True))
-        for name, weight in zip(
-            holder.raw_state_dict(), gradient.raw_state_dict().values(), strict=True
-        )
-    }
-    plain = nn.LayerList(holders)
+    inputs, names = [other_inputs(row, seed) for seed in range(3)], list(layers[0].raw_state_dict())
+    results = [expected(row, w, x) for w, x in zip(weights, inputs, strict=True)]
+    ones = [np.ones(a.shape, np.float32) for a in jax.tree.leaves(results[0]) if is_float(a)]
+    alone = [gradients(m, x, ones)[0] for m, x in zip(layers, inputs, strict=True)]
+    plain = nn.LayerList(map(Holder, layers))
+    in_holder = list(plain[0].raw_state_dict())
     before, leaves = dict(plain.state_dict()), len(jax.tree.leaves(layers[0]))
     stack = plain.stack()
     same(stack.state_dict(), before)
@@ -250,16 +253,19 @@ def test_stack(row):
         return jax.grad(loss, has_aux=True, allow_int=True)(stack)
 
     by_stack, found = run(stack, stacked(*inputs))
-    close(found, stacked(*(expected(row, w, x) for w, x in zip(weights, inputs, strict=True))))
-    for name, gradient in by_stack.raw_state_dict().items():
-        if gradient.value.dtype != jax.dtypes.float0:
-            close(gradient.value, wanted[name].value)
+    close(found, stacked(*results))
+    for i, one in enumerate(alone):
+        for name, full in zip(names, in_holder, strict=True):
+            gradient = by_stack.raw_state_dict()[f"{i}.{full}"].value
+            if gradient.dtype != jax.dtypes.float0:
+                close(gradient, one.raw_state_dict()[name].value)
     same(stack.unstack().state_dict(), before)
 
 
 @pytest.mark.slow
 @each_layer_and_stack
 def test_lora(row):
+    """A new adapter changes nothing; one with values adds ``scale · B @ A`` to a weight, also once it is merged."""
     layer, weights = row.filled()
     holder = Holder(layer)
     tuned = maxjax.lora.add(holder, "*", rank=2, alpha=6.0, key=jax.random.key(0))
@@ -283,6 +289,7 @@ def test_lora(row):
 @pytest.mark.slow
 @each_layer_and_stack
 def test_quantised(row):
+    """A layer with weights in blocks of 8 bits computes with the values that the gguf library reads in them."""
     model, report = maxjax.quantize(Holder(row.filled()[0]), "q8_0", activations="float")
     assert report.rows
     weights = {}
@@ -307,6 +314,7 @@ def test_explicit_mesh(row):
 
 
 def check_mesh(row, kind):
+    """A split layer gives the same results and values, and each device holds its parts of ``row.split``."""
     layer, weights = row.filled()
     before = layer.state_dict()
     mesh = maxjax.make_mesh(data=2, model=4, axis_types=kind)
@@ -334,18 +342,17 @@ def test_lazy(row, tmp_path):
     layer = row.make()
     assert all(type(leaf) is jax.ShapeDtypeStruct for leaf in jax.tree.leaves(layer))
     program = layer.compile(*specs(row.inputs))
-    compiled.trace(layer, *row.inputs)
-    count = len(TRACES)
+    structure = jax.tree.structure(layer)
     if weights:
         layer.load_state_dict(maxjax.load_weights(path))
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(layer))
+    assert jax.tree.structure(layer) == structure
     close(program(*row.inputs), expected(row, weights))
-    compiled.trace(layer, *row.inputs)
-    assert len(TRACES) == count
 
 
 @each_layer_and_stack
 def test_save(row, tmp_path):
+    """The safetensors library reads the names and the bytes that the layer had."""
     layer, weights = row.filled()
     maxjax.save_pretrained(layer, tmp_path)
     found, wanted = load_file(tmp_path / "model.safetensors"), as_declared(row, weights)
@@ -363,6 +370,7 @@ def is_value(x):
 @pytest.mark.slow
 @each_layer_and_stack
 def test_tensor_value(row):
+    """TensorValues give TensorValues, of the same numbers as arrays."""
     layer, _ = row.filled()
     found = jax.tree.leaves(layer(*wrapped(row.inputs)), is_leaf=is_value)
     assert all(map(is_value, found))
@@ -373,6 +381,7 @@ def test_tensor_value(row):
 @pytest.mark.slow
 @each_layer_and_stack
 def test_graph(row):
+    """A graph of the layer runs with weights from a registry."""
     layer, weights = row.filled()
     leaves, tree = jax.tree.flatten(list(row.inputs))
     types = [TensorType(a.dtype, a.shape, CPU) for a in leaves]
@@ -387,14 +396,12 @@ def test_graph(row):
 @pytest.mark.slow
 @each_layer_and_stack
 def test_copy(row):
+    """A copy, and a pickled layer, have the values and programs of the layer, and weights of their own."""
     layer, before = row.filled()[0], row.filled()[0].state_dict()
     other, values = row.filled(1)[0].state_dict(), as_declared(row, row.filled(1)[1])
-    compiled.trace(layer, *row.inputs)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        count = len(TRACES)
+        assert jax.tree.structure(twin) == jax.tree.structure(layer)
         same(twin.state_dict(), before)
-        compiled.trace(twin, *row.inputs)
-        assert len(TRACES) == count
         twin.load_state_dict(values)
         same(layer.state_dict(), before)
         same(twin.state_dict(), other)
