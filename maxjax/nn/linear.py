@@ -29,7 +29,7 @@ from ..kernels import matmul
 from .activation import activation, clipped
 from .layer import Module, hooks
 from .layer.observe.frames import is_wanted
-from .layer.sharded import sharded, strategy_by, tensor_parallel
+from .layer.sharded import sharded, split_layers, strategy_by
 from .low_rank import LowRank, all_updated
 from .product import add_bias
 from .product import linear as linear
@@ -359,9 +359,7 @@ class MLP(Module):
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
-        rows, columns = tensor_parallel(self, strategy)
-        self.gate_proj.sharding_strategy = self.up_proj.sharding_strategy = rows
-        self.down_proj.sharding_strategy = columns
+        split_layers(self, strategy, MLP.sharding_rules(self))
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Module]:
         """Returns one MLP for each device, with its shards of the weights; the results must be summed.
@@ -445,13 +443,11 @@ class FusedMLP(Module):
 
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
-        rows, columns = tensor_parallel(self, strategy)
-        if not strategy.is_replicate and strategy.num_devices != 1:
+        if strategy.is_tensor_parallel and strategy.num_devices != 1:
             raise ValueError(
                 f"FusedMLP is not split over {strategy.num_devices} devices: gates and up are one weight"
             )
-        self.gate_up_proj_fused.sharding_strategy = rows
-        self.down_proj.sharding_strategy = columns
+        split_layers(self, strategy, {"gate_up_proj_fused": ROWS, "down_proj": COLUMNS})
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
         """Returns one FusedMLP for each device.

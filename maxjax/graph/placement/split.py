@@ -100,7 +100,7 @@ class Split:
         segments: consecutive parts of the axis that are each split by themselves; () for one.
             Quantised weights may have half as many values (FP4), or 3/4 as many columns (FP6).
         halves: whether the axis consists of two halves that are each split, of any size.
-        name: the constructor of ShardingStrategy that makes the Split.
+        name: the constructor of ShardingStrategy that makes the Split; "" for the one that ``made_by`` finds.
         over: kinds of mesh axes; those that the mesh has are combined.
         fallback: axis to split evenly instead, if the sizes of ``axis`` do not divide evenly.
         by_device: whether the layer supports segments in device-major order (:class:`DeviceMajor`).
@@ -117,12 +117,27 @@ class Split:
     axis: int | None
     segments: tuple[Segment, ...] = ()
     halves: bool = False
-    name: str = "axiswise"
+    name: str = ""
     over: tuple[str, ...] = TENSOR
     fallback: int | None = None
     by_device: bool = False
     whole: tuple[str, ...] = ()
     fsdp: int | None = None
+
+    @property
+    def made_by(self) -> str:
+        """The constructor of ShardingStrategy that makes the Split, with a number of devices.
+
+        Example:
+            >>> [split.made_by for split in (ROWS, REPLICATED, Split(2), Split(1, (Segment.head_aware(4, 8),)))]
+            ['rowwise', 'replicate', 'axiswise', 'head_aware_columnwise']
+        """
+        if self.name or self.halves:
+            return self.name or "gate_up"
+        if self.segments:
+            is_of_heads = len(self.segments) == 1 and self.segments[0].num_heads and self.axis == 1
+            return "head_aware_columnwise" if is_of_heads else "segmented"
+        return {None: "replicate", 0: "rowwise", 1: "columnwise"}.get(self.axis, "axiswise")
 
     @property
     def is_for_layers(self) -> bool:
@@ -134,7 +149,7 @@ class Split:
         """The Split of the bias of a Linear whose weight ``[out, in]`` has this one."""
         if self.axis in (0, -2):
             return replace(self, axis=0)
-        return replace(self, axis=None, segments=(), halves=False, name="replicate")
+        return replace(self, axis=None, segments=(), halves=False, name="")
 
     def of_linear(self, out_axis: int = 0) -> dict[str, Split]:
         """The Splits of the weight and the bias of a linear layer, for one of its weight as ``[out, in]``.
@@ -158,7 +173,7 @@ class Split:
             ValueError: the axis must have another size.
         """
         if self.halves and size % 2:
-            raise ValueError(f"{self.name}: axis {self.axis} must have an even size, got {size}")
+            raise ValueError(f"{self.made_by}: axis {self.axis} must have an even size, got {size}")
         even = (Segment(size // 2),) * 2 if self.halves else (Segment(size),)
         found = self.segments or even
         total = sum(segment.size for segment in found)
@@ -166,7 +181,9 @@ class Split:
         if 4 * size not in [quarter * total for quarter in quarters]:
             sizes = " + ".join(str(segment.size) for segment in found)
             sizes = f"{sizes} = {total}" if len(found) > 1 else sizes
-            raise ValueError(f"{self.name}: axis {self.axis} must have {sizes} values, got {size}")
+            raise ValueError(
+                f"{self.made_by}: axis {self.axis} must have {sizes} values, got {size}"
+            )
         return found
 
     def ranges(self, size: int, i: int, n: int) -> list[Range]:
@@ -307,9 +324,7 @@ class Split:
         return units, f"{name} in each half" if self.halves else name
 
 
-ROWS = Split(0, name="rowwise")
-COLUMNS = Split(1, name="columnwise")
-REPLICATED = Split(None, name="replicate")
+ROWS, COLUMNS, REPLICATED = Split(0), Split(1), Split(None)
 # Of embedding tables and heads, whose rows are the vocabulary: columns, where the rows do not divide evenly.
 TABLE = Split(0, fallback=1)
 # Of weights without a rule, which only ``fsdp`` splits.

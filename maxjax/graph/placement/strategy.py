@@ -19,7 +19,9 @@ from .split import COLUMNS, REPLICATED, ROWS, Segment, Split
 
 def _made_by(constructor: str) -> Any:
     return property(
-        lambda strategy: isinstance(strategy.shard, Split) and strategy.shard.name == constructor,
+        lambda strategy: (
+            isinstance(strategy.shard, Split) and strategy.shard.made_by == constructor
+        ),
         doc=f"Whether the strategy was made by ``{constructor}``.",
     )
 
@@ -98,7 +100,7 @@ class ShardingStrategy(Rendered):
     @classmethod
     def axiswise(cls, axis: int, num_devices: int) -> ShardingStrategy:
         """Splits one axis, counted from the end if negative."""
-        return cls(num_devices, Split(axis))
+        return cls(num_devices, Split(axis, name="axiswise"))
 
     @classmethod
     def replicate(cls, num_devices: int) -> ShardingStrategy:
@@ -117,12 +119,12 @@ class ShardingStrategy(Rendered):
     ) -> ShardingStrategy:
         """Splits columns between heads, for the output projection of attention."""
         heads = (Segment.head_aware(num_heads, head_dim),)
-        return cls(num_devices, Split(1, heads, name="head_aware_columnwise"))
+        return cls(num_devices, Split(1, heads))
 
     @classmethod
     def gate_up(cls, num_devices: int, axis: int = 2) -> ShardingStrategy:
         """Splits gate and up projections that are concatenated on one axis, each half evenly."""
-        return cls(num_devices, Split(axis, halves=True, name="gate_up"))
+        return cls(num_devices, Split(axis, halves=True))
 
     @classmethod
     def segmented(
@@ -171,15 +173,15 @@ def strategy_text(strategy: ShardingStrategy) -> str:
     if not isinstance(rule, Split):
         return f"ShardingStrategy({count}, {short(rule)})"
     arguments = [count]
-    if rule.name == "axiswise":
+    if rule.made_by == "axiswise":
         arguments = [str(rule.axis), count]
-    elif rule.name in ("stacked_qkv", "head_aware_columnwise"):
+    elif rule.made_by in ("stacked_qkv", "head_aware_columnwise"):
         size, heads = rule.segments[0].size, rule.segments[0].num_heads or 1
         arguments += [f"num_heads={heads}", f"head_dim={size // heads}"]
-    elif rule.name in ("gate_up", "segmented"):
+    elif rule.made_by in ("gate_up", "segmented"):
         arguments += [f"axis={rule.axis}"]
         arguments += [] if rule.halves else [f"segments={rule.segments!r}"]
-    return f"ShardingStrategy.{rule.name}({', '.join(arguments)})"
+    return f"ShardingStrategy.{rule.made_by}({', '.join(arguments)})"
 
 
 # More devices than that are not drawn one by one.

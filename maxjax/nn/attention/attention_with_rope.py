@@ -22,7 +22,7 @@ from ...graph import ops
 from ...graph.device import DeviceRef
 from ...graph.placement.arrays import replicate_last_axis
 from ...graph.placement.specs import parts
-from ...graph.placement.split import Segment, Split
+from ...graph.placement.split import REPLICATED, Segment, Split
 from ...graph.placement.split import even_range as _compute_shard_range  # noqa: F401  # MAX's name
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue, unwrap, wraps
@@ -31,7 +31,7 @@ from ..kernels.paged_attention import flash_attention_ragged, rope_split_store_r
 from ..kv_cache.kinds import KeysValues
 from ..kv_cache.paged import PagedCacheValues, over_pages
 from ..layer import Module
-from ..layer.sharded import sharded, strategy_by, tensor_parallel
+from ..layer.sharded import sharded, split_layers, strategy_by
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..rotary_embedding import RotaryEmbedding, rotate
@@ -199,27 +199,11 @@ class AttentionWithRope(Module):
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
         n = strategy.num_devices
-        tensor_parallel(
-            self, strategy
-        )  # raises for other strategies; the result is not used, as heads stay together
         if strategy.is_tensor_parallel and self.num_key_value_heads % n:
             raise ValueError(f"{self.num_key_value_heads} KV heads do not divide over {n} devices")
-        whole = ShardingStrategy.replicate(n)
-        if self.use_qk_norm:
-            self.q_norm.sharding_strategy = self.k_norm.sharding_strategy = whole
-        if strategy.is_replicate:
-            self.qkv_proj.sharding_strategy = self.o_proj.sharding_strategy = whole
-            return
-        heads = (self.n_heads, self.num_key_value_heads, self.num_key_value_heads)
-        segments = [Segment.head_aware(one, self.head_dim) for one in heads]
-        if self.qkv_proj.stacked:
-            self.qkv_proj.sharding_strategy = ShardingStrategy.segmented(n, 0, segments)
-        else:
-            for name, segment in zip(self.qkv_proj.names, segments, strict=True):
-                part = ShardingStrategy.segmented(n, 0, [segment])
-                getattr(self.qkv_proj, name).sharding_strategy = part
-        columns = ShardingStrategy.head_aware_columnwise(n, self.n_heads, self.head_dim)
-        self.o_proj.sharding_strategy = columns
+        norms = ("q_norm", "k_norm") if self.use_qk_norm else ()
+        rules = AttentionWithRope.sharding_rules(self)
+        split_layers(self, strategy, rules | dict.fromkeys(norms, REPLICATED))
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
         """Returns one layer for each device, with its heads; the results must be summed.

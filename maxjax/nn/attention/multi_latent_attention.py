@@ -20,13 +20,14 @@ from ...absent import absent as _absent
 from ...absent import hides, refuse_arguments
 from ...graph import ops
 from ...graph.device import DeviceRef
+from ...graph.placement.split import COLUMNS, REPLICATED, ROWS
 from ...graph.placement.strategy import ShardingStrategy
 from ...graph.value import TensorValue
 from ...graph.weight.weight import Weight
 from ..kernels.paged_attention import latent_attention_ragged
 from ..kv_cache.paged import PagedCacheValues
 from ..layer import Module
-from ..layer.sharded import sharded, strategy_by, tensor_parallel
+from ..layer.sharded import sharded, split_layers, strategy_by
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..rotary_embedding import RotaryEmbedding
@@ -151,19 +152,12 @@ class LatentAttentionWithRope(Module):
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: ShardingStrategy) -> None:
         n = strategy.num_devices
-        rows, columns = tensor_parallel(self, strategy)
         if strategy.is_tensor_parallel and self.n_heads % n:
             raise ValueError(f"{self.n_heads} heads do not divide over {n} devices")
-        whole = ShardingStrategy.replicate(n)
-        if self.q_lora_rank is None:
-            self.q_proj.sharding_strategy = rows
-        else:
-            self.q_a_proj.sharding_strategy = whole
-            self.q_a_layernorm.sharding_strategy = whole
-            self.q_b_proj.sharding_strategy = rows
-        self.kv_a_proj_layernorm.sharding_strategy = whole
-        self.kv_a_proj_with_mqa.sharding_strategy = whole
-        self.kv_b_proj.sharding_strategy, self.o_proj.sharding_strategy = rows, columns
+        queries = {"q_a_proj": REPLICATED, "q_a_layernorm": REPLICATED, "q_b_proj": ROWS}
+        rules = {"q_proj": ROWS} if self.q_lora_rank is None else queries
+        rules |= {"kv_a_proj_layernorm": REPLICATED, "kv_a_proj_with_mqa": REPLICATED}
+        split_layers(self, strategy, {**rules, "kv_b_proj": ROWS, "o_proj": COLUMNS})
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Any]:
         """Returns one layer for each device, with its heads; the results must be summed.

@@ -6,10 +6,12 @@ caller combines the results. On a mesh, ``Module.to`` shards weights without sep
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import functools
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from ...graph.device import DeviceRef
+from ...graph.placement.split import Split
 from ...graph.placement.strategy import ShardingStrategy
 
 
@@ -105,26 +107,26 @@ def _is_summed(module: Any) -> bool:
 
 
 def strategy_by(last: Any) -> ShardingStrategy | None:
-    """The strategy of a layer that is split by :func:`tensor_parallel`, derived from that of its last matmul."""
+    """The strategy of a layer that is split by :func:`split_layers`, derived from that of its last matmul."""
     strategy = last.sharding_strategy
     if strategy is None or strategy.is_replicate:
         return strategy
     return ShardingStrategy.tensor_parallel(strategy.num_devices)
 
 
-def tensor_parallel(
-    module: Any, strategy: ShardingStrategy
-) -> tuple[ShardingStrategy, ShardingStrategy]:
-    """The strategies of a layer's first and last matmul, given the strategy of the layer.
+def split_layers(module: Any, strategy: ShardingStrategy, rules: Mapping[str, Split]) -> None:
+    """Gives the layers and Weights in a layer their strategies, given the strategy of the layer.
+
+    Args:
+        rules: attribute path → its Split, if the strategy is tensor_parallel.
 
     Raises:
         ValueError: the strategy is neither tensor_parallel nor replicate.
     """
-    n = strategy.num_devices
-    if strategy.is_replicate:
-        return strategy, strategy
-    if not strategy.is_tensor_parallel:
+    if not (strategy.is_replicate or strategy.is_tensor_parallel):
         raise ValueError(
             f"{type(module).__name__} takes ShardingStrategy.tensor_parallel or replicate"
         )
-    return ShardingStrategy.rowwise(n), ShardingStrategy.columnwise(n)
+    for path, split in rules.items():
+        own = strategy if strategy.is_replicate else ShardingStrategy(strategy.num_devices, split)
+        functools.reduce(getattr, path.split("."), module).sharding_strategy = own
