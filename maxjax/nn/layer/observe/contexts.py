@@ -52,10 +52,10 @@ class Observer:
     def __exit__(self, *error: Any) -> None:
         leave(self)
         # The captured values may outlive the model: a variable in a notebook must not keep its weights alive.
-        self._names = self._trace = None
+        self._names, self._trace, self.checked = None, None, set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": None, "_names": None, "_trace": None}
+        return {**vars(self), "_model": None, "_names": None, "_trace": None, "checked": set()}
 
     def observes(self, module: Any) -> bool:
         """Return whether the call of a Module that is about to start is observed."""

@@ -6,8 +6,8 @@ others), and each layer writes its own row; so only the captured layers take mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from .plans import Key, Plan, Taps, joined
 
 
 def patches_of(stack: Any) -> tuple[Any, ...]:
-    """Return the values of the patches of each plan that observes a stack; None for a plan that is not active."""
+    """Return the values of the patches of each plan that marks a stack; None for a plan that is not active."""
     return tuple(active().get(plan) for plan, _ in stack._mx_marks)
 
 
@@ -44,10 +44,9 @@ def hand_on(taps: Taps) -> None:
         OBSERVING.frames[-1].add(taps)
 
 
-@contextmanager
 def frame_of_layer(
     layer: Any, patches: Mapping[Plan, Any], members: Sequence[int], number: Any
-) -> Iterator[Frame]:
+) -> AbstractContextManager[Frame]:
     """Open the frame of one layer.
 
     Args:
@@ -56,8 +55,7 @@ def frame_of_layer(
         number: index of the layer that runs.
     """
     first = {plan: name for plan, name in layer._mx_marks if plan in patches}
-    with opened(Frame(patches, Loop(first, members, number) if members else NO_LOOP)) as frame:
-        yield frame
+    return opened(Frame(patches, Loop(first, members, number) if members else NO_LOOP))
 
 
 def zeros(rows: int, like: Any) -> jax.Array:
