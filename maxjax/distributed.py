@@ -19,7 +19,7 @@ from typing import Any
 from . import heartbeat
 from .agreement import agreed as agreed
 from .agreement import same_program as same_program
-from .errors import PeerLostError, ProgramMismatchError, UserInputError, checked_integer
+from .errors import PeerLostError, ProgramMismatchError, UserInputError, checked_integer, first_line
 
 RETRY_SECONDS = 0.2
 # Texts of JAX's errors when another process does not answer. Gloo and MPI transfer arrays between
@@ -183,7 +183,7 @@ def translated(phase: str, error: BaseException) -> Exception | None:
     kind = _error_class(error, text)
     if kind is None:
         return None
-    reason = next(iter(text.splitlines()), "")[:300]
+    reason = first_line(error)
     if kind is ProgramMismatchError:
         return ProgramMismatchError(
             f"{phase}: the processes do not run the same program ({reason}). {_COMPARE}"

@@ -359,6 +359,16 @@ def closest(name: str, names: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """The first line of an error's text; "" if it has none.
+
+    Example:
+        >>> first_line(ValueError("no such file\\nat 0x7f"))
+        'no such file'
+    """
+    return next(iter(str(error).strip().splitlines()), "")[:limit]
+
+
 def some(items: Sequence[Any], limit: int = 10, text: Callable[[Any], str] = str) -> str:
     """``items`` as texts, joined by commas: the first ``limit``, then the number of the others.
 

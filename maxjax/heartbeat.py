@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from .errors import PeerLostError
+from .errors import PeerLostError, first_line
 
 JAX_TIMEOUT = 100  # seconds; JAX's default, where a program has called jax.distributed.initialize
 CHECK_SECONDS = 0.25  # how often a process that waits asks whether the others live
@@ -127,7 +127,7 @@ def check(client: Any, phase: str, members: Collection[int]) -> None:
 
 def service_lost(phase: str, error: Exception) -> PeerLostError:
     """The error for a coordination service, which process 0 hosts, that does not answer."""
-    reason = next(iter(str(error).splitlines()), "")[:300]
+    reason = first_line(error)
     return PeerLostError(
         f"{phase}: process 0, which hosts the coordination service, is gone or does not answer "
         f"({reason}). {RESTART}"

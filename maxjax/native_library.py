@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import version
@@ -123,6 +123,30 @@ def find_or_build() -> tuple[Path | None, str]:
         return build_cached(), ""
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a CXX with one quote
         return None, str(error)
+
+
+def function(
+    name: str, level: str, result: Any, arguments: Sequence[Any], *, compile: bool
+) -> tuple[Callable[..., int], str] | None:
+    """Return a function of the library, and the level it runs at; None without the library.
+
+    Args:
+        name, level: names of the function, and of the one that tells the level.
+        result, arguments: types of ``ctypes``.
+        compile: whether to compile the library if it is not yet.
+    """
+    if os.environ.get(VARIABLE) == "off":
+        return None
+    path = find_or_build()[0] if compile else find()
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))  # its functions release the GIL
+        found, told = getattr(library, name), getattr(library, level)
+    except (OSError, AttributeError):
+        return None
+    found.restype, found.argtypes, told.restype = result, list(arguments), ctypes.c_char_p
+    return found, told().decode()
 
 
 def cached_path() -> Path:

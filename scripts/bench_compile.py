@@ -36,6 +36,7 @@ import numpy as np
 from bench_load import memory, start
 
 from maxjax import init, nn
+from maxjax.columns import columns
 from maxjax.graph import DeviceRef, compile_cache, ops
 
 CPU = DeviceRef.CPU()
@@ -240,15 +241,11 @@ def compile_times(depths, rounds, most_unrolled):
             took, sizes[case] = seconds(*case)
             times[case].append(took)
     middle = {case: statistics.median(v) for case, v in times.items()}
-    width = max(map(len, WAYS))
-    print(
-        f"{'trace + lower + compile, s':{width}}" + "".join(f"{n:>9}" for n in depths) + "  layers"
-    )
+    rows = [["trace + lower + compile, s", *(f"{n} layers" for n in depths)]]
     for way in WAYS:
-        cells = "".join(
-            f"{middle[way, n]:9.3f}" if (way, n) in middle else f"{'-':>9}" for n in depths
-        )
-        print(f"{way:{width}}{cells}")
+        cells = (f"{middle[way, n]:.3f}" if (way, n) in middle else "-" for n in depths)
+        rows.append([way, *cells])
+    print(*columns(rows, right=range(1, 1 + len(depths))), sep="\n")
     least, most = depths[0], depths[-1]
     pairs = zip(times["maxjax", most], times["maxjax", least], strict=True)
     growth = statistics.median(a / b for a, b in pairs)

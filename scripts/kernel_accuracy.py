@@ -300,13 +300,15 @@ def campaign(
 
 def table(worst: Worst) -> str:
     """One line for each pair of types, one column for each level."""
+    from maxjax.columns import columns
+
     levels = list(dict.fromkeys(level for level, *_ in worst))
-    lines = [f"{'activations':12}{'weights':12}" + "".join(f"{level:>12}" for level in levels)]
+    rows = [["activations", "weights", *levels]]
     for x in TYPES:
         for w in TYPES:
             units = [worst.get((level, x, w), math.nan) for level in levels]
-            lines.append(f"{x:12}{w:12}" + "".join(f"{u:12.3f}" for u in units))
-    return "\n".join(lines)
+            rows.append([x, w, *(f"{u:.3f}" for u in units)])
+    return "\n".join(columns(rows, right=range(2, 2 + len(levels))))
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from ..models.config import quantization_settings
 from ..models.pooling import Pooling
 from ..models.quantized import with_blocks
 from ..models.sentence_files import pooling_files
-from ..models.weights import main_dtype, model_facts, named_dtype, shardings_of
+from ..models.weights import main_dtype, model_facts, named_float, shardings_of
 from ..models.written import config_of
 from ..nn.layer import Module
 from ..nn.layer.walk import check_module
@@ -118,7 +118,7 @@ def save_pretrained(
         data = model_data(model, gathering)
         if dtype is not None:
             refuse_quantised(config if config is not None else getattr(model, "hf_config", None))
-            data = {name: cast(one, float_type(dtype)) for name, one in data.items()}
+            data = {name: cast(one, named_float("dtype", dtype)) for name, one in data.items()}
         main = main_dtype(data)
         if isinstance(model, PretrainedModel) and unloaded is not None:
             data = unloaded.write(data)
@@ -287,18 +287,6 @@ def refuse_quantised(config: Mapping[str, Any] | None) -> None:
             "the weights are quantised as 'quantization_config' says, in several tensors each, and cannot "
             "be written in another dtype: leave dtype out"
         )
-
-
-def float_type(dtype: Any) -> DType:
-    """The float dtype that a user named.
-
-    Raises:
-        UserInputError: it is not a float dtype.
-    """
-    found = named_dtype("dtype", dtype)
-    if not found.is_float():
-        raise UserInputError(f"dtype must be a float type, not {found.name}")
-    return found
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:

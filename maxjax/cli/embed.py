@@ -26,6 +26,14 @@ def model_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Loads the model and the tokenizer that the options name, with a bar while it reads."""
+    with task(f"loading {last_part(options.model)}", reads=True):
+        from ..engine.load import load
+
+        return load(options.model, dtype=options.dtype)
+
+
 def text_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     """Declares the texts of a command, which are lines of stdin by default; the help says ``what`` they are."""
     parser.add_argument(
@@ -119,20 +127,19 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     if options.output is not None and os.path.lexists(options.output) and not options.overwrite:
         raise UserInputError(f"{options.output} exists: --overwrite replaces it")
 
-    with task(f"loading {last_part(options.model)}", reads=True):
-        from ..engine.embed import embed as embed_texts
-        from ..engine.load import load
+    model, tokenizer = load_model(options)
+    from ..engine.embed import embed as embed_texts
 
-        model, tokenizer = load(options.model, dtype=options.dtype)
     embeddings = embed_texts(
         model, tokenizer, texts, batch_size=options.batch_size, truncate=options.truncate,
         pooling=options.pooling, prompt_name=options.prompt_name, truncate_dim=options.truncate_dim,
     )  # [n, d] float32  # fmt: skip
+    lines = json_lines(texts, ([*map(digits, row)] for row in embeddings), "embedding")
     if options.output is None:
-        return _lines(texts, embeddings)
+        return lines
     from ..storage.save.durable import replace_file
 
-    pieces: Iterable[Any] = (f"{line}\n".encode() for line in _lines(texts, embeddings))
+    pieces: Iterable[Any] = (f"{line}\n".encode() for line in lines)
     if options.output.name.lower().endswith(".npy"):
         import numpy as np
 
@@ -143,12 +150,17 @@ def embed(options: argparse.Namespace) -> Iterable[str]:
     return []
 
 
-def _lines(texts: Iterable[str], embeddings: Any) -> Iterator[str]:
-    """A JSON object for each text."""
-    for text, row in zip(texts, embeddings, strict=True):
-        # The shortest digits that give the same float32 again.
-        vector = [float(str(v)) for v in row]
-        yield json_line({"text": text, "embedding": vector})
+def json_lines(texts: Iterable[str], found: Iterable[Any], key: str) -> Iterator[str]:
+    """A JSON object for each text, with what was found for it under a key."""
+    for text, one in zip(texts, found, strict=True):
+        yield json_line({"text": text, key: one})
+
+
+def digits(value: Any) -> float:
+    """A float32 as the number with the fewest digits that gives the same float32 again."""
+    import numpy as np
+
+    return float(str(np.float32(value)))
 
 
 def stdin_lines() -> list[str]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from ..progress import last_part, task
-from .embed import batch_arguments, given_texts, model_argument, text_arguments
+from .embed import (
+    batch_arguments,
+    digits,
+    given_texts,
+    json_lines,
+    load_model,
+    model_argument,
+    text_arguments,
+)
 from .options import positive
-from .tables import json_line
 
 
 def fill_mask_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +31,7 @@ def fill_mask(options: argparse.Namespace) -> Iterable[str]:
     texts = given_texts(options, options.texts)
     found = _called("fill_mask", options, texts, top=options.top)
     masks = ([[_plain(one) for one in mask] for mask in row] for row in found)
-    return _lines(texts, masks, "masks")
+    return json_lines(texts, masks, "masks")
 
 
 def tag_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +49,7 @@ def tag(options: argparse.Namespace) -> Iterable[str]:
     texts = given_texts(options, options.texts)
     more = {"aggregation": options.aggregation, "stride": options.stride}
     found = _called("tag", options, texts, **more)
-    return _lines(texts, ([_plain(one) for one in row] for row in found), "tags")
+    return json_lines(texts, ([_plain(one) for one in row] for row in found), "tags")
 
 
 def classify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +65,7 @@ def classify(options: argparse.Namespace) -> Iterable[str]:
     """Computes the probabilities of the labels of texts, from arguments or stdin; writes JSON lines."""
     texts = given_texts(options, options.texts)
     found = _called("classify", options, texts, top=options.top, truncate=options.truncate)
-    return _lines(texts, ([_plain(one) for one in row] for row in found), "labels")
+    return json_lines(texts, ([_plain(one) for one in row] for row in found), "labels")
 
 
 def answer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,27 +80,17 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     texts = given_texts(options, options.texts)
     question = given_texts(options, [options.question])
     found = _called("answer", options, question * len(texts), texts)
-    return _lines(texts, map(_plain, found), "answer")
+    return json_lines(texts, map(_plain, found), "answer")
 
 
 def _called(name: str, options: argparse.Namespace, *texts: list[str], **more: Any) -> Any:
     """Loads the model and makes the call of this name."""
-    with task(f"loading {last_part(options.model)}", reads=True):
-        import maxjax
+    model, tokenizer = load_model(options)
+    import maxjax
 
-        model, tokenizer = maxjax.load(options.model, dtype=options.dtype)
-    call = getattr(maxjax, name)
-    return call(model, tokenizer, *texts, batch_size=options.batch_size, **more)
+    return getattr(maxjax, name)(model, tokenizer, *texts, batch_size=options.batch_size, **more)
 
 
 def _plain(found: Any) -> dict[str, Any]:
-    """The fields of a result, with the shortest digits that give the same float32 again."""
-    import numpy as np
-
-    return {**found._asdict(), "score": float(str(np.float32(found.score)))}
-
-
-def _lines(texts: list[str], found: Iterable[Any], key: str) -> Iterator[str]:
-    """A JSON object for each text."""
-    for text, one in zip(texts, found, strict=True):
-        yield json_line({"text": text, key: one})
+    """The fields of a result."""
+    return {**found._asdict(), "score": digits(found.score)}

@@ -86,13 +86,7 @@ def _cell(value: Any) -> str:
     return short(value)
 
 
-def verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        nargs="+",
-        help="a file, a directory, an index, several files, or tiny",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON document")
+verify_arguments = inspect_arguments
 
 
 def verify(options: argparse.Namespace) -> Iterable[str]:

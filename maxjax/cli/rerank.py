@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterable
 
 from ..errors import UserInputError
-from ..progress import last_part, task
-from .embed import batch_arguments, model_argument, stdin_lines
+from .embed import batch_arguments, digits, load_model, model_argument, stdin_lines
 from .options import positive
 from .tables import json_line
 
@@ -55,11 +54,9 @@ def rerank(options: argparse.Namespace) -> Iterable[str]:
             raise UserInputError(f"{name} is not valid UTF-8")
     if not documents:
         raise UserInputError("there is no document to rerank: stdin is empty")
-    with task(f"loading {last_part(options.model)}", reads=True):
-        from ..engine.load import load
-        from ..engine.rerank import rerank as scores_of
+    model, tokenizer = load_model(options)
+    from ..engine.rerank import rerank as scores_of
 
-        model, tokenizer = load(options.model, dtype=options.dtype)
     scores = scores_of(
         model, tokenizer, options.query, documents, batch_size=options.batch_size,
         truncate=options.truncate, activation=options.activation, template=options.template,
@@ -67,6 +64,5 @@ def rerank(options: argparse.Namespace) -> Iterable[str]:
     )  # [n] float32  # fmt: skip
     best = (-scores).argsort(kind="stable")[: options.top]
     return (
-        json_line({"index": int(i), "score": float(str(scores[i])), "text": documents[i]})
-        for i in best
+        json_line({"index": int(i), "score": digits(scores[i]), "text": documents[i]}) for i in best
     )

@@ -17,6 +17,7 @@ from ..graph.placement.strategy import ShardingStrategy, strategy_division
 from ..graph.weight.weight import Weight
 from ..kernels import explicit
 from ..kernels.stack_slice import stack_of
+from ..models.name_rules import generic
 from ..nn.layer import Module
 from ..rendering.division import Division, device_table
 from ..rendering.rendered import boxed, card
@@ -100,11 +101,11 @@ def _weights(module: Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[Any] = set()
     for name, weight in module.raw_state_dict().items():
-        generic = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-        key = generic, str(weight.shape), weight.sharding
+        general = generic(name)
+        key = general, str(weight.shape), weight.sharding
         if key not in seen and len(weight.shape) > 0:
             seen.add(key)
-            found[generic if generic not in found else name] = weight
+            found[general if general not in found else name] = weight
     return found
 
 

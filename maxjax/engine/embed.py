@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from ..dtype import DType
 from ..elsewhere import unknown_argument
-from ..errors import UnsupportedModelError, UserInputError, checked_integer, releasing
+from ..errors import UnsupportedModelError, UserInputError, checked_integer, releasing, shown
 from ..graph.placement.arrays import with_sharding
 from ..graph.placement.specs import mesh_of
 from ..lockstep import Lockstep
@@ -288,7 +288,7 @@ def _pooling(model: Any, given: Any) -> Pooling:
     if isinstance(given, str):
         if given not in POOLINGS:
             known = ", ".join(map(repr, POOLINGS))
-            raise UserInputError(f"pooling={given[:60]!r} is not one of {known}")
+            raise UserInputError(f"pooling={shown(given)} is not one of {known}")
         given = replace(default or Pooling(), modes=(given,), unsupported=None)
     elif given is not None and not isinstance(given, Pooling):
         raise UserInputError(f"pooling must be a name or a Pooling, not {type(given).__name__}")

@@ -31,6 +31,7 @@ from ..nn.kv_cache.cache import KVCache
 from ..nn.layer import Module
 from ..nn.layer.load.memory import free_bytes
 from ..rendering.rendered import plain_table
+from ..rendering.row import bytes_text
 
 
 def live(*kinds: type) -> list[Any]:
@@ -106,9 +107,6 @@ def cache_arrays() -> list[jax.Array]:
     return [leaf for leaf in leaves if is_array(leaf)]
 
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
-
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes on one device.
@@ -167,13 +165,17 @@ class Memory:
         for one in self.devices:
             free = None if one.limit is None or one.in_use is None else one.limit - one.in_use
             sizes = (one.weights, one.caches, one.others, one.in_use, one.peak, free)
-            rows.append([one.device, *map(size, sizes)])
-        rows.append(["host", "", "", "", size(self.host_in_use), "", size(self.host_free)])
+            rows.append([one.device, *map(_size, sizes)])
+        rows.append(["host", "", "", "", _size(self.host_in_use), "", _size(self.host_free)])
         return rows
 
     def _models(self) -> list[list[str]]:
         return [
-            [one.model, size(one.nbytes), f"{size(one.shared)} shared" if one.shared else ""]
+            [
+                one.model,
+                bytes_text(one.nbytes),
+                f"{bytes_text(one.shared)} shared" if one.shared else "",
+            ]
             for one in self.models
         ]
 
@@ -187,17 +189,8 @@ class Memory:
         return plain_table(self._rows()) + plain_table(self._models(), titles=0)
 
 
-def size(nbytes: int | None) -> str:
-    """Bytes as text; "" if unknown.
-
-    Example:
-        >>> size(12), size(4_200_000), size(None)
-        ('12 B', '4.2 MB', '')
-    """
-    if nbytes is None:
-        return ""
-    unit = min(max(len(str(nbytes)) - 1, 0) // 3, len(_UNITS) - 1)
-    return f"{nbytes} B" if not unit else f"{nbytes / 1000**unit:.1f} {_UNITS[unit]}"
+def _size(nbytes: int | None) -> str:
+    return "" if nbytes is None else bytes_text(nbytes)
 
 
 def memory() -> Memory:
@@ -215,7 +208,7 @@ def memory() -> Memory:
         >>> one.nbytes
         8192
         >>> maxjax.free(layer)
-        freed 8.2 kB
+        freed 8 KiB
     """
     modules = [module for module in live(Module) if "_mx_children" in vars(module)]
     held: list[tuple[Module, dict[Any, int]]] = []
@@ -303,9 +296,11 @@ class Freed:
 
     def __repr__(self) -> str:
         if not self.kept:
-            return f"freed {size(self.nbytes)}"
+            return f"freed {bytes_text(self.nbytes)}"
         who = f"weights of other Modules: {some(self.holders, 3)}" if self.holders else "others"
-        return f"freed {size(self.nbytes)}; {size(self.kept)} stay, which {who} still hold"
+        return (
+            f"freed {bytes_text(self.nbytes)}; {bytes_text(self.kept)} stay, which {who} still hold"
+        )
 
 
 def free(*what: Module | Weight, delete: bool = False) -> Freed:
@@ -339,7 +334,7 @@ def free(*what: Module | Weight, delete: bool = False) -> Freed:
         >>> from maxjax.graph import DeviceRef
         >>> layer = maxjax.init(nn.Linear(64, 32, "float32", DeviceRef.CPU()), jax.random.key(0))
         >>> maxjax.free(layer), maxjax.free(layer)
-        (freed 8.2 kB, freed 0 B)
+        (freed 8 KiB, freed 0 bytes)
         >>> layer.weight.value is None
         True
     """

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UnsupportedModelError, UserInputError, checked_integer, releasing
+from ..errors import UnsupportedModelError, UserInputError, checked_integer, releasing, shown
 from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.pooling import Pooling
@@ -165,7 +165,7 @@ def _default_activation(model: Any) -> str:
         return "linear" if kind == "Identity" else "sigmoid"
     if isinstance(name, str):
         raise UnsupportedModelError(
-            f"the model's scores need the activation function {name[:80]!r}, which is not supported: pass "
+            f"the model's scores need the activation function {shown(name)}, which is not supported: pass "
             "activation='sigmoid' or 'linear'"
         )
     return "linear" if isinstance(model, LanguageModel) and model.score is None else "sigmoid"
@@ -181,7 +181,7 @@ def _answer_ids(
     if answers is not None and not (
         isinstance(answers, (tuple, list)) and all(isinstance(answer, str) for answer in answers)
     ):
-        raise TypeError(f"answers is a tuple of two str, not {str(answers)[:60]}")
+        raise TypeError(f"answers is a tuple of two str, not {shown(answers)}")
     if answers is None or len(answers) != 2:
         raise UserInputError(
             f"{type(model).__name__} is a decoder: pass answers=, two texts of one token each, such as "
@@ -191,7 +191,7 @@ def _answer_ids(
     for answer, found in zip(answers, ids, strict=True):
         if len(found) != 1:
             raise UserInputError(
-                f"the answer {answer[:60]!r} is {len(found)} tokens, and must be one"
+                f"the answer {shown(answer)} is {len(found)} tokens, and must be one"
             )
     return {"answers": (ids[0][0], ids[1][0])}
 

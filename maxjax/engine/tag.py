@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, checked_integer, releasing, some
+from ..errors import UserInputError, checked_integer, releasing, shown, some
 from ..lockstep import Lockstep
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
@@ -131,7 +131,7 @@ def _checked_labels(given: Any, labels: dict[int, str], aggregation: str) -> fro
             raise TypeError(f"ignore_labels has a {type(label).__name__}: each label must be a str")
         if label not in known and label != "O":
             raise UserInputError(
-                f"ignore_labels has {label[:60]!r}, which no span has (labels: {some(sorted(known), 20)})"
+                f"ignore_labels has {shown(label)}, which no span has (labels: {some(sorted(known), 20)})"
             )
     return frozenset(given)
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
+from ..errors import first_line
 from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
 from .arguments import TraceArguments, used_arguments, with_arguments
@@ -284,7 +285,7 @@ class Graph(Rendered, metaclass=_Meta):
             self._entered.close()
         if isinstance(error, jax.errors.InconclusiveDimensionOperation):
             raise ValueError(
-                f"Graph '{self.name}': {str(error).splitlines()[0]} It depends on sizes that are known only when the "
+                f"Graph '{self.name}': {first_line(error)} It depends on sizes that are known only when the "
                 "program runs: rebind the tensor to the size that it has, or declare the input with numbers"
             ) from error
 

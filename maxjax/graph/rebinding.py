@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from .operands import same
 from .shape import AlgebraicDim, Dim, Shape, SymbolicDim
-from .symbolic import Check, checks, define, evaluate, shown, to_dim, to_size
+from .symbolic import Check, checks, define, evaluate, size_text, to_dim, to_size
 
 
 def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Array:
@@ -30,7 +30,7 @@ def rebound(array: jax.Array, shape: Iterable[Any], message: str = "") -> jax.Ar
     wanted, title = [None if size is None else Dim(size) for size in shape], message or "rebind"
     if len(wanted) != array.ndim:
         raise ValueError(
-            f"{title}: the tensor has shape {_shown(array)}, but {wanted!r} has {len(wanted)} axes"
+            f"{title}: the tensor has shape {_shape_text(array)}, but {wanted!r} has {len(wanted)} axes"
         )
     sizes = [
         have if want is None else _bind(array, axis, have, want, title)
@@ -79,7 +79,7 @@ def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
     # A constant difference other than 0 is wrong for all sizes.
     if isinstance(have - size, int):
         raise ValueError(
-            f"{title}: the tensor has shape {_shown(array)}, and axis {axis} is {have}, not {want}"
+            f"{title}: the tensor has shape {_shape_text(array)}, and axis {axis} is {have}, not {want}"
         )
     pending = checks()
     if pending is None:
@@ -87,7 +87,7 @@ def _bind(array: jax.Array, axis: int, have: Any, want: Dim, title: str) -> Any:
             f"{title}: whether {have} equals {want} is known only at run time, and only a Graph's is checked "
             "then: declare the input with its actual size"
         )
-    pending.append(Check(shown(have), shown(size), axis, title))
+    pending.append(Check(size_text(have), size_text(size), axis, title))
     return size
 
 
@@ -312,5 +312,5 @@ def _named(text: str, size: int) -> str:
     return text if text == str(size) else f"{text} = {size}"
 
 
-def _shown(array: jax.Array) -> str:
+def _shape_text(array: jax.Array) -> str:
     return repr(Shape(map(to_dim, array.shape)))

@@ -126,7 +126,7 @@ def _own(name: str) -> str:
     return stem if _safe(stem) == name else name
 
 
-def shown(size: Any) -> str:
+def size_text(size: Any) -> str:
     """A symbolic size as text, with the names of dimensions as they were given."""
     return re.sub(r"\w+", lambda word: _own(word[0]), str(size))
 

@@ -289,7 +289,7 @@ class TensorValue(Operators, metaclass=ABCMeta):
                 return TensorValue(function(*unify(x, y)))
         except TypeError as error:
             raise ValueError(
-                f"{function.__name__} of {_shown(x)} and {_shown(y)}: {error}"
+                f"{function.__name__} of {_operand_text(x)} and {_operand_text(y)}: {error}"
             ) from error
         return function(unwrap(a), unwrap(b))  # Weights and arrays follow JAX's own rules
 
@@ -304,7 +304,7 @@ class TensorValue(Operators, metaclass=ABCMeta):
         a, b = map(unwrap, alike(a, b))
         if not (hasattr(a, "ndim") and hasattr(b, "ndim")):
             raise ValueError(
-                f"matmul of {_shown(a)} and {_shown(b)}: use * to multiply by a number"
+                f"matmul of {_operand_text(a)} and {_operand_text(b)}: use * to multiply by a number"
             )
         return TensorValue(product(a, b))
 
@@ -313,7 +313,7 @@ class TensorValue(Operators, metaclass=ABCMeta):
         try:
             return self._result(function(array))
         except TypeError as error:
-            raise ValueError(f"{function.__name__} of {_shown(array)}: {error}") from error
+            raise ValueError(f"{function.__name__} of {_operand_text(array)}: {error}") from error
 
 
 def _promotes_alike(x: Any, y: Any) -> bool:
@@ -330,7 +330,7 @@ def _is_exact(x: Any) -> bool:
     return type(x) is float or (type(x) is int and -256 <= x <= 256)
 
 
-def _shown(x: Any) -> str:
+def _operand_text(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 

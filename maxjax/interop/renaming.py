@@ -1,6 +1,8 @@
 """Renaming tables between the tensors of a checkpoint and the arrays of a model; they can be inverted.
 
-A table is plain data: pattern → pattern, with a layout where the order of axes differs.
+A table is plain data: pattern → pattern, with a layout where the order of axes differs. It is the caller's, for a
+module of any library, or made from that module's layers; the names of maxjax's models are in the families' tables
+(``models.names``), by which ``from_torch`` reads the modules of transformers.
 """
 
 from __future__ import annotations

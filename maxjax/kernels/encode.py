@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..storage.blocks import ENCODERS, layout_of
+from ..storage.blocks import ENCODERS
 from ..storage.blocks.encode_simple import ValueImportance
+from ..storage.blocks.encoders import encoder_layout
 from ..storage.blocks.search import Arrays
 
 _JAX = Arrays(jnp, jax.lax.fori_loop)
@@ -44,11 +45,7 @@ def encode(encoding: str, values: Any, importance: Any = None) -> jax.Array:
         >>> encode("Q8_0", jnp.arange(32.0) - 15)[:6].view(jnp.int8)
         Array([   8,   48, -119, -111, -103,  -95], dtype=int8)
     """
-    if encoding not in ENCODERS:
-        raise NotImplementedError(
-            f"cannot encode blocks of type {encoding!r}; supported are {', '.join(ENCODERS)}"
-        )
-    layout = layout_of(encoding)
+    layout = encoder_layout(encoding)
     values = jnp.asarray(values)
     if not values.ndim or values.shape[-1] % layout.elements:
         raise ValueError(

@@ -8,7 +8,7 @@ meshes, and without one, ``mesh_of`` returns None and XLA decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ class Division(NamedTuple):
 
     def divides(self, shape: Sequence[int], wanted: Sequence[Entry]) -> bool:
         """Whether an array of this shape can be split over these mesh axes into equal parts."""
-        counts = [math.prod(self.mesh.shape[name] for name in entry) for entry in wanted]
+        counts = [parts_over(self.mesh, entry) for entry in wanted]
         return not any(size % n for size, n in zip(shape, counts, strict=True))
 
     def on_parts(
@@ -80,6 +80,11 @@ def entries(array: Any) -> list[Entry]:
     return padded(jax.typeof(array).sharding.spec, jax.numpy.ndim(array))
 
 
+def parts_over(mesh: Any, names: Iterable[str]) -> int:
+    """The number of parts that splitting over mesh axes of these names makes."""
+    return math.prod(mesh.shape[name] for name in names)
+
+
 def names_in(entry: Any) -> Entry:
     """The mesh axes that an entry of a PartitionSpec names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
@@ -112,7 +117,7 @@ def entries_of(sharding: Any, mesh: Any, shape: Sequence[int]) -> list[Entry]:
             if len(line) > 1 and len(set(starts)) == len(line):
                 found[d].append((-starts[1], name))  # the mesh axis with the longest step first
     entries = [tuple(name for _, name in sorted(axes)) for axes in found]
-    parts = [math.prod(mesh.shape[name] for name in entry) for entry in entries]
+    parts = [parts_over(mesh, entry) for entry in entries]
     return [() if size % n else entry for size, n, entry in zip(shape, parts, entries, strict=True)]
 
 

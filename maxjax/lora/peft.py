@@ -16,6 +16,7 @@ from ..errors import (
     CheckpointMismatchError,
     UnsupportedModelError,
     UserInputError,
+    shown,
     some,
 )
 from ..graph.weights import WeightData
@@ -150,7 +151,7 @@ def read_settings(config: Any, path: str) -> AdapterSettings:
         # An integer may have too many digits for a float.
         if type(value) not in (int, float) or abs(value) > sys.float_info.max:
             raise CheckpointFormatError(
-                f"alpha {name!r} must be a number", path=path, found=str(value)[:80]
+                f"alpha {name!r} must be a number", path=path, found=shown(value)
             )
     rank_table = NameTable(ranks, "rank_pattern", path=path, ending=True)
     alpha_table = NameTable(alphas, "alpha_pattern", path=path, ending=True)

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, shown
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
 from ..nn.embedding import Embedding
@@ -105,7 +105,7 @@ class ApertusConfig(LanguageModelConfig):
             )
         if (given := raw.get("hidden_act", "xielu")) != "xielu":
             raise UnsupportedModelError(
-                f"'hidden_act' {str(given)[:60]!r} is not supported for apertus (supported: 'xielu')"
+                f"'hidden_act' {shown(given)} is not supported for apertus (supported: 'xielu')"
             )
         if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
             raw = raw.replaced({"rope_parameters": _ROPE})

@@ -193,7 +193,7 @@ def field_value(field: dataclasses.Field, expected: Any, raw: ReadTracker) -> An
     for one in value if isinstance(value, tuple) else (value,):
         if choices and one not in choices:
             raise UnsupportedModelError(
-                f"'{key}' with {str(one)[:80]!r}: supported are {', '.join(choices)}"
+                f"'{key}' with {shown(one)}: supported are {', '.join(choices)}"
             )
     return value
 

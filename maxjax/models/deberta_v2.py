@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError, UserInputError
+from ..errors import UnsupportedModelError, UserInputError, shown
 from ..nn.activation import ACTIVATIONS, activation
 from ..nn.attention.tapped_attention import tapped_attention
 from ..nn.embedding import Embedding
@@ -131,7 +131,7 @@ class DebertaV2Config(EncoderConfig):
         if self.pooler_hidden_act not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(
-                f"'pooler_hidden_act' is {self.pooler_hidden_act[:80]!r}: it must be one of {known}"
+                f"'pooler_hidden_act' is {shown(self.pooler_hidden_act)}: it must be one of {known}"
             )
 
     @property

@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, shown
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
 from ..kernels.explicit import concatenate
@@ -180,7 +180,7 @@ class DeepseekV2Config(LanguageModelConfig):
         for key, value in cls.supported.items():
             if raw.get(key) not in (None, value):
                 raise UnsupportedModelError(
-                    f"'{key}' {str(raw[key])[:60]!r} is not supported for {cls.model_type} "
+                    f"'{key}' {shown(raw[key])} is not supported for {cls.model_type} "
                     f"(supported: {value!r})"
                 )
         values.setdefault("score_factor", yarn_score_factor(raw))
@@ -206,7 +206,7 @@ class DeepseekV2Config(LanguageModelConfig):
         super()._check()
         if self.topk_method not in ("greedy", "group_limited_greedy", "noaux_tc"):
             raise ValueError(
-                f"'topk_method' must be greedy or group_limited_greedy, not {self.topk_method[:60]!r}"
+                f"'topk_method' must be greedy or group_limited_greedy, not {shown(self.topk_method)}"
             )
         groups = self.n_group, self.topk_group, self.best_of_group
         try:
@@ -318,6 +318,10 @@ class GLM4MoELiteConfig(DeepseekV3Config):
         self._set("first_k_dense_replace", len(list(dense)))
         super()._fill_in()
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        return self.mlp_layer_types[layer] == SPARSE
+
 
 @dataclass(frozen=True)
 class DeepseekV32Config(GLM4MoELiteConfig):
@@ -356,7 +360,7 @@ class DeepseekV32Config(GLM4MoELiteConfig):
             )
         if other := set(layer_kinds(raw, [])) - {INDEXED}:
             raise UnsupportedModelError(
-                f"'layer_types' with {min(other)[:60]!r} is not supported for {cls.model_type} "
+                f"'layer_types' with {shown(min(other))} is not supported for {cls.model_type} "
                 f"(supported: {INDEXED!r})"
             )
         return super().from_hf(raw.replaced({"rope_interleave": None}), **values)

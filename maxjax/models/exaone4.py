@@ -25,6 +25,7 @@ from typing import Any, Self
 import jax
 
 from ..dtype import DType
+from ..errors import shown
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
@@ -115,7 +116,7 @@ def _kinds(pattern: Any, layers: int) -> list[str]:
         return [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in range(layers)]
     if type(pattern) is not int or pattern < 1:
         raise ValueError(
-            f"'sliding_window_pattern' is {str(pattern)[:60]}, neither a number nor letters"
+            f"'sliding_window_pattern' is {shown(pattern)}, neither a number nor letters"
         )
     return list(full_every(pattern, layers))
 

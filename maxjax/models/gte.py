@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
+from ..errors import shown
 from ..nn.activation import activation
 from ..nn.attention.both_ways import both_ways
 from ..nn.embedding import Embedding
@@ -106,7 +107,7 @@ def _number(given: Mapping[str, Any], key: str, default: float | None = None) ->
     """A number among RoPE's settings, from 1 to 1e9."""
     value: Any = default if given.get(key) is None else given[key]
     if type(value) not in (int, float) or not 1 <= value <= 1e9:
-        raise ValueError(f"'{key}' with 'rope_scaling' of type 'ntk' is {str(value)[:60]}")
+        raise ValueError(f"'{key}' with 'rope_scaling' of type 'ntk' is {shown(value)}")
     return float(value)
 
 

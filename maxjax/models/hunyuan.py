@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, shown
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
@@ -114,7 +114,7 @@ class HunyuanConfig(LanguageModelConfig):
                     f"'head_dim' is {width}, and must be at least 4 for 'alpha' in '{name}'"
                 )
             if type(alpha) not in (int, float) or not 0 < alpha < 1e30:
-                raise ValueError(f"'alpha' in '{name}' is {str(alpha)[:60]}, not a positive number")
+                raise ValueError(f"'alpha' in '{name}' is {shown(alpha)}, not a positive number")
             plain = {key: given[key] for key in ("rope_theta",) if key in given}
             rope = read_rope(plain, cls.read_field(raw, "max_position_embeddings"))
             theta = rope.theta * alpha ** (width / (width - 2))

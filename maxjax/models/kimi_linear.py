@@ -90,6 +90,7 @@ from .parts import (
     split_heads_over_mesh,
 )
 from .parts.recurrent import automatic_axes, convolve, gated_delta, per_feature
+from .split_layers import JoinedLayers
 from .unread import ReadTracker
 
 LINEAR = "linear_attention"
@@ -598,7 +599,8 @@ KIMI_LINEAR = KimiLinear.family = Family.of(
         *DECODER,
         # transformers writes the MLPs of layers without experts so, as if they had some.
         Rename({f"{_MOE}.{part}_proj.weight": f"mlp.{part}_proj.weight" for part in _PARTS}),
-        # The names of its modules, of which one has the three convolutions.
+        # The names of transformers' modules.
+        JoinedLayers({"self_attn.conv1d": tuple(f"self_attn.{part}_conv1d" for part in "qkv")}),
         Rename(
             {f".mlp.{name}": f".{_MOE}.{name}" for name in _MIXTURE}
             | {f".forget_gate.{name}": f".{name}" for name in _FORGET_GATE},

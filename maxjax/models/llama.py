@@ -26,6 +26,7 @@ from typing import Any, Self
 import jax
 
 from ..dtype import DType
+from ..errors import shown
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
@@ -319,7 +320,7 @@ def window_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
     if kinds is None:
         first = layer_count(raw) if window is None else raw.get("max_window_layers")
         if type(first) is not int:
-            raise ValueError(f"'max_window_layers' must be an integer, not {str(first)[:60]!r}")
+            raise ValueError(f"'max_window_layers' must be an integer, not {shown(first)}")
         kinds = [SLIDING if i >= first else FULL for i in range(layer_count(raw))]
     return {"layer_types": kinds, "sliding_window": window if SLIDING in kinds else None}
 

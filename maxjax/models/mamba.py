@@ -302,7 +302,7 @@ def _write_gguf(config: MambaConfig) -> dict[str, Any]:
     return {**sizes, "ssm.dt_b_c_rms": config.mixer_rms_eps is not None}
 
 
-def _new_names(config: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+def new_names(config: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tensors with the embedding table's name in newer files."""
     old, new = "backbone.embedding.", "backbone.embeddings."
     return {name.replace(old, new): data for name, data in tensors.items()}
@@ -317,7 +317,7 @@ MAMBA_GGUF = GGUFTable(
         **{f".ffn_{part}": None for part in ("norm", "gate", "up", "down")},
     },
     constants={"hidden_act": "silu", "residual_in_fp32": True}, read=_read_gguf, write=_write_gguf,
-    split=_new_names, written=(*SELECTIVE_KEYS, "ssm.dt_b_c_rms"), biases=("ssm_conv1d", "ssm_dt"),
+    split=new_names, written=(*SELECTIVE_KEYS, "ssm.dt_b_c_rms"), biases=("ssm_conv1d", "ssm_dt"),
     layer="backbone.layers.*.", attends=False, has_rope=False,
     epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
 )  # fmt: skip

@@ -47,6 +47,7 @@ from .gguf.config.read import Config, Shapes
 from .gguf.metadata import Settings
 from .gguf.ssm import SSM_KEYS, has_tensor, read_ssm_sizes, ssm_names, write_ssm_sizes
 from .gguf.table import GGUFTable
+from .mamba import new_names
 from .names import ROPE_TABLES, Headless, Names, Rename
 from .parts import (
     LanguageModel,
@@ -259,12 +260,6 @@ def _write_gguf(config: Mamba2Config) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _new_names(config: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the tensors with the embedding table's name in newer files."""
-    old, new = "backbone.embedding.", "backbone.embeddings."
-    return {name.replace(old, new): data for name, data in tensors.items()}
-
-
 MAMBA2_GGUF = GGUFTable(
     "mamba2",
     {
@@ -274,7 +269,7 @@ MAMBA2_GGUF = GGUFTable(
         **{f".ffn_{part}": None for part in ("norm", "gate", "up", "down")},
     },
     constants={"hidden_act": "silu", "residual_in_fp32": True}, read=_read_gguf, write=_write_gguf,
-    split=_new_names, written=SSM_KEYS, biases=("ssm_conv1d", "ssm_dt"), layer="backbone.layers.*.",
+    split=new_names, written=SSM_KEYS, biases=("ssm_conv1d", "ssm_dt"), layer="backbone.layers.*.",
     attends=False, has_rope=False, epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, shown
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
 from ..nn.embedding import Embedding
@@ -105,14 +105,14 @@ class MiniMaxM2Config(LanguageModelConfig):
             )
         if raw.get("scoring_func") not in (None, "sigmoid"):
             raise UnsupportedModelError(
-                f"'scoring_func' {str(raw['scoring_func'])[:60]!r} is not supported for minimax_m2 "
+                f"'scoring_func' {shown(raw['scoring_func'])} is not supported for minimax_m2 "
                 "(supported: 'sigmoid')"
             )
         width, head = raw.get("rotary_dim"), cls.read_field(raw, "head_dim")
         part = 1.0
         if width is not None:
             if type(width) is not int or width < 1:
-                raise ValueError(f"'rotary_dim' is {str(width)[:60]}, not a part of 'head_dim'")
+                raise ValueError(f"'rotary_dim' is {shown(width)}, not a part of 'head_dim'")
             part = width / head
         context = cls.read_field(raw, "max_position_embeddings")
         values["rope_parameters"] = read_rope(raw, context, 5e6, part=part)

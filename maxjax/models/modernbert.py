@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
+from ..errors import shown
 from ..nn.activation import ACTIVATIONS, activation
 from ..nn.attention.both_ways import both_ways
 from ..nn.embedding import Embedding
@@ -121,10 +122,10 @@ class ModernBertConfig(EncoderConfig):
         if self.classifier_activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(
-                f"'classifier_activation' is {self.classifier_activation[:80]!r}: it must be one of {known}"
+                f"'classifier_activation' is {shown(self.classifier_activation)}: it must be one of {known}"
             )
         if self.classifier_pooling not in ("cls", "mean"):
-            raise ValueError(f"'classifier_pooling' is {self.classifier_pooling[:60]!r}")
+            raise ValueError(f"'classifier_pooling' is {shown(self.classifier_pooling)}")
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:

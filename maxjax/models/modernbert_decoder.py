@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtype import DType
+from ..errors import shown
 from ..graph.device import DeviceRef
 from ..nn.activation import ACTIVATIONS, activation
 from ..nn.embedding import Embedding
@@ -128,7 +129,7 @@ class ModernBertDecoderConfig(LanguageModelConfig):
         window = raw.get("sliding_window")
         if window is None and SLIDING in kinds:
             if type(width) is not int or width < 2:
-                raise ValueError(f"'local_attention' must be at least 2, not {str(width)[:60]}")
+                raise ValueError(f"'local_attention' must be at least 2, not {shown(width)}")
             window = width // 2
         by_kind = ropes_of_layers(raw, cls.read_field(raw, "max_position_embeddings"))
         values |= {"rope_parameters": by_kind[FULL], "local_rope_parameters": by_kind[SLIDING]}
@@ -158,7 +159,7 @@ class ModernBertDecoderConfig(LanguageModelConfig):
         if self.classifier_activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(
-                f"'classifier_activation' must be one of {known}, not {self.classifier_activation[:80]!r}"
+                f"'classifier_activation' must be one of {known}, not {shown(self.classifier_activation)}"
             )
         super()._check()
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, shown
 from .registry import ENTRIES
 
 # Keys outside ``text_config`` that apply to the text model too.
@@ -314,7 +314,7 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = wrapper.text_model(inner if isinstance(inner, str) else None)
     if text is None:
         raise UnsupportedModelError(
-            f"a text model of type {str(inner)[:60]!r} is not supported for {kind}: "
+            f"a text model of type {shown(inner)} is not supported for {kind}: "
             "maxjax.models.families() lists the supported ones"
         )
     shared = {key: outer[key] for key in _TOP_LEVEL if outer.get(key) is not None}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import UserInputError
+from ..errors import UserInputError, shown
 from ..nn.activation import ACTIVATIONS
 
 
@@ -129,7 +129,7 @@ class Pooling:
         found = {"query": "", "document": "", **dict(self.prompts)}
         if name is not None and name not in found:
             known = ", ".join(map(repr, found))
-            raise UserInputError(f"the model has no prompt {str(name)[:60]!r}: it has {known}")
+            raise UserInputError(f"the model has no prompt {shown(name)}: it has {known}")
         return found[name] if name is not None else ""
 
     def cased(self, text: str) -> str:
@@ -276,7 +276,7 @@ def similarity(a: Any, b: Any, pooling: Pooling | str | None = None) -> np.ndarr
     )
     if name not in SIMILARITIES:
         raise UserInputError(
-            f"the similarity {name[:60]!r} is not one of {', '.join(map(repr, SIMILARITIES))}"
+            f"the similarity {shown(name)} is not one of {', '.join(map(repr, SIMILARITIES))}"
         )
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:

@@ -48,9 +48,9 @@ from .parts import (
     SLIDING,
     Angles,
     LanguageModel,
-    LanguageModelConfig,
     LayerCache,
     Rope,
+    StepwiseExpertsConfig,
     attend,
     config_field,
     layer_count,
@@ -70,7 +70,7 @@ from .parts import (
 
 
 @dataclass(frozen=True)
-class Qwen2MoEConfig(LanguageModelConfig):
+class Qwen2MoEConfig(StepwiseExpertsConfig):
     """The settings of a Qwen 2 with experts: the keys of its ``config.json``, with transformers' defaults.
 
     Attributes:
@@ -137,21 +137,6 @@ class Qwen2MoEConfig(LanguageModelConfig):
         """Write the settings, with the switch of the window if there is one."""
         found = super().to_hf()
         return {**found, "use_sliding_window": True} if SLIDING in self.layer_types else found
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP."""
-        is_listed = layer in self.mlp_only_layers
-        return (
-            not is_listed and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
-        )
-
-    @classmethod
-    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the settings to compare with the tensors: the size of MLPs only if a layer may have one."""
-        steps, listed = raw.get("decoder_sparse_step"), raw.get("mlp_only_layers")
-        if steps in (None, 1) and not listed and raw.get("num_experts") != 0:
-            return {key: raw[key] for key in raw if key != "intermediate_size"}
-        return raw
 
 
 class Qwen2MoEAttention(Module):

@@ -54,6 +54,7 @@ from .parts import (
     LanguageModelConfig,
     LayerCache,
     Rope,
+    StepwiseExpertsConfig,
     attend,
     bidirectional,
     config_field,
@@ -117,7 +118,7 @@ class Qwen3Config(LanguageModelConfig):
 
 
 @dataclass(frozen=True)
-class Qwen3MoEConfig(LanguageModelConfig):
+class Qwen3MoEConfig(StepwiseExpertsConfig):
     """The settings of a Qwen 3 with experts.
 
     Attributes:
@@ -166,21 +167,6 @@ class Qwen3MoEConfig(LanguageModelConfig):
         """Write the settings, with the switch of the window if there is one."""
         found = super().to_hf()
         return {**found, "use_sliding_window": True} if self.sliding_window else found
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP."""
-        is_listed = layer in self.mlp_only_layers
-        return (
-            not is_listed and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
-        )
-
-    @classmethod
-    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the settings to compare with the tensors: the size of MLPs only if a layer may have one."""
-        steps, listed = raw.get("decoder_sparse_step"), raw.get("mlp_only_layers")
-        if steps in (None, 1) and not listed and raw.get("num_experts") != 0:
-            return {key: raw[key] for key in raw if key != "intermediate_size"}
-        return raw
 
 
 class Qwen3Attention(Module):

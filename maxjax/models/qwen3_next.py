@@ -79,6 +79,7 @@ from .parts import (
     LanguageModelConfig,
     LayerCache,
     Rope,
+    StepwiseExpertsConfig,
     attend,
     config_field,
     constant,
@@ -188,7 +189,7 @@ class Qwen35Config(LanguageModelConfig):
 
 
 @dataclass(frozen=True)
-class Qwen3NextConfig(Qwen35Config):
+class Qwen3NextConfig(StepwiseExpertsConfig, Qwen35Config):
     """The settings of a Qwen3-Next.
 
     Attributes:
@@ -210,22 +211,6 @@ class Qwen3NextConfig(Qwen35Config):
     decoder_sparse_step: int = config_field(1, minimum=1, maximum=1000)
     mlp_only_layers: tuple[int, ...] = config_field((), maximum=1000)
     fused_projections: bool = constant(True)
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP."""
-        is_listed = layer in self.mlp_only_layers
-        return (
-            not is_listed and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
-        )
-
-    @classmethod
-    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the settings to compare with the tensors: the size of MLPs only if a layer may have one."""
-        raw = super().bounded_sizes(raw)
-        steps, listed = raw.get("decoder_sparse_step"), raw.get("mlp_only_layers")
-        if steps in (None, 1) and not listed and raw.get("num_experts") != 0:
-            return {key: raw[key] for key in raw if key != "intermediate_size"}
-        return raw
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import UserInputError
+from ..errors import UserInputError, shown
 from ..lazy import without_collector
 
 M = TypeVar("M")
@@ -362,7 +362,7 @@ def source_of(model_type: str) -> str:
     keys = [key for key, one in _BUILT_IN if one.model_type == model_type]
     if not keys:
         raise UserInputError(
-            f"no architecture of maxjax has the model type {model_type[:80]!r}: "
+            f"no architecture of maxjax has the model type {shown(model_type)}: "
             "maxjax.models.families() lists them"
         )
     # A family without a class of its own is a variant, in the file of another architecture.

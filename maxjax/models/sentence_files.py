@@ -20,6 +20,7 @@ from ..errors import (
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointUnsafeError,
+    shown,
     some,
 )
 from ..storage.files import is_there
@@ -191,10 +192,10 @@ def _dense(files: Files, place: str) -> Dense | str:
         return "a Dense module with 'use_residual'"
     for key in ("module_input_name", "module_output_name"):
         if raw.get(key) not in allowed:
-            return f"a Dense module with '{key}' {str(raw[key])[:60]!r}"
+            return f"a Dense module with '{key}' {shown(raw[key])}"
     kind = settings.activation_function.rpartition(".")[2]
     if kind not in _FUNCTIONS:
-        return f"the activation function {settings.activation_function[:80]!r} of a Dense module"
+        return f"the activation function {shown(settings.activation_function)} of a Dense module"
     names = [*(_below(place, name) for name in DENSE), f"{place}.safetensors", f"{place}.bin"]
     candidates = [files / name for name in names]
     weights = next((path for path in candidates if is_there(path)), None)
@@ -240,7 +241,7 @@ def _prompts(file: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
     if name is not None and (not isinstance(name, str) or name not in known):
         raise CheckpointFormatError(
             "'default_prompt_name' is not the name of a prompt", path=file,
-            expected=", ".join(sorted(known)), found=str(name)[:60],
+            expected=", ".join(sorted(known)), found=shown(name),
         )  # fmt: skip
     return tuple(prompts.items()), name
 
@@ -369,7 +370,7 @@ def _modes(file: Path) -> tuple[str, ...] | str:
         names.sort(key=[*POOLINGS, *names].index)
     unknown = [name for name in names if name not in POOLINGS]
     if unknown:
-        return f"the pooling {unknown[0][:80]!r}"
+        return f"the pooling {shown(unknown[0])}"
     return tuple(names) or ("mean",)
 
 
@@ -409,7 +410,7 @@ def _unsupported(raw: Mapping[str, Any]) -> str | None:
     if raw.get("transformer_task") == _SCORING:
         return _SCORES
     if output not in (None, "last_hidden_state", ["last_hidden_state"]):
-        return f"the output {str(output)[:60]!r} of the model ('modality_config')"
+        return f"the output {shown(output)} of the model ('modality_config')"
     if asked := [key for key in _of_tokenizer(raw) if key not in (*_PADDING, *_FINDING)]:
         return f"other settings of the tokenizer: {some(asked, 3)}"
     groups = (raw.get("config_kwargs"), raw.get("config_args"))

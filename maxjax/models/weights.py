@@ -103,6 +103,18 @@ def named_dtype(option: str, dtype: Any) -> DType:
         raise UserInputError(f"{option}={dtype!r} is not a dtype: {error}") from None
 
 
+def named_float(option: str, dtype: Any) -> DType:
+    """The float DType of what a user passed as ``option``.
+
+    Raises:
+        UserInputError: it is not a float dtype.
+    """
+    found = named_dtype(option, dtype)
+    if not found.is_float():
+        raise UserInputError(f"{option} must be a float type, not {found.name}")
+    return found
+
+
 def check_loaded(model: Any) -> None:
     """Checks that a model's weights are loaded.
 

@@ -1,8 +1,6 @@
 """The base class Module, its containers, and the layers that models are made of, under MAX's names.
 
-Layers take sizes first; dtype (float32) and device (the CPU) have defaults: ``nn.Linear(3, 2, bias=True)``. What only
-files of Modular MAX need, such as ``kernels``, ``comm`` and ``transformer``, is in packages and modules whose
-docstrings begin by saying so. Names are imported on first use.
+Names are imported on first use.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

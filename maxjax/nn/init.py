@@ -174,13 +174,13 @@ class _Program(NamedTuple):
     lead: tuple[int, ...] | None
     sharding: Any
 
-    def jitted(self) -> _Run:
+    def jitted(self) -> _JittedRun:
         """Return a function of a key and of the codes ``[n]``, or of the code of one weight."""
         choices: list[Any] = [None]
         if jax.default_backend() == "cpu" and math.prod((*(self.lead or ()), *self.shape)) <= _FEW:
             choices = [_QUICK, _UNOPTIMISED, None]
         jit = partial(jax.jit, self._draw, out_shardings=self.sharding)
-        return _Run([jit(compiler_options=options) for options in choices])
+        return _JittedRun([jit(compiler_options=options) for options in choices])
 
     def _draw(self, key: jax.Array, codes: jax.Array) -> jax.Array:
         def draw(code: jax.Array) -> jax.Array:
@@ -196,7 +196,7 @@ class _Program(NamedTuple):
         return drawn.reshape(*self.lead, *drawn.shape[1:])
 
 
-class _Run:
+class _JittedRun:
     """A jitted function.
 
     Args:

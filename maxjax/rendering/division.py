@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-Box = tuple[tuple[int, int], ...]
+# The range along each axis.
+Ranges = tuple[tuple[int, int], ...]
 # The largest numbers of devices or columns, of lines, and of labelled parts that are drawn.
 _MOST_DEVICES, _MOST_LINES, _MOST_CELLS = 16, 32, 64
 
@@ -53,10 +54,10 @@ class Division:
 
     shape: tuple[int, ...]
     title: str
-    parts: tuple[tuple[Box, tuple[int, ...]], ...]
+    parts: tuple[tuple[Ranges, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], title: str, boxes: Mapping[int, Box]) -> Division:
+    def of(cls, shape: Sequence[int], title: str, boxes: Mapping[int, Ranges]) -> Division:
         """The division of an array for which ``boxes`` gives the part of each device.
 
         Example:
@@ -64,7 +65,7 @@ class Division:
             >>> found.parts[1], found.counts
             ((((2, 4), (0, 2)), (1,)), (2, 1))
         """
-        parts: dict[Box, list[int]] = {}
+        parts: dict[Ranges, list[int]] = {}
         for device, box in boxes.items():
             parts.setdefault(box, []).append(device)
         ordered = sorted(parts.items())
@@ -106,7 +107,7 @@ class Division:
                 found.setdefault(self._spans(box), []).extend(held)
         return found
 
-    def _spans(self, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _spans(self, box: Ranges) -> tuple[tuple[int, int], tuple[int, int]]:
         """The rows and columns of a part in the drawing."""
         spans = [box[axis] for axis in self.axes]
         while len(spans) < 2:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from ..native_library import VARIABLE, find
+from ..native_library import function
 
 # For fewer bytes zlib finishes before the call of the native function would.
 _SMALL_BYTES = 8192
@@ -27,17 +26,8 @@ _POLYNOMIAL = 0xEDB88320
 def _compiled() -> tuple[Callable[[int, int, int], int], str] | None:
     """The compiled function (crc, address, nbytes → crc) and its level, or None without the library."""
     # Checksums alone do not compile the library: zlib is fast enough until a model has run.
-    path = None if os.environ.get(VARIABLE) == "off" else find()
-    if path is None:
-        return None
-    try:
-        library = ctypes.CDLL(str(path))  # its functions release the GIL
-        function, level = library.maxjax_crc32, library.maxjax_crc32_level
-    except (OSError, AttributeError):
-        return None
-    function.restype, level.restype = ctypes.c_uint32, ctypes.c_char_p
-    function.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t]
-    return function, level().decode()
+    types = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t]
+    return function("maxjax_crc32", "maxjax_crc32_level", ctypes.c_uint32, types, compile=False)
 
 
 def level() -> str:

@@ -26,6 +26,7 @@ from ..errors import (
     CheckpointMissingError,
     UserInputError,
     closest,
+    first_line,
     some,
 )
 from ..paths import local_path
@@ -523,8 +524,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
 
 
 def _missing(name: HubName, problem: str, **more: Any) -> CheckpointMissingError:

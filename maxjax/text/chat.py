@@ -17,6 +17,7 @@ import numpy as np
 from ..errors import UnknownArgumentError, UserInputError, some
 from .template.function_schema import function_schema
 from .template.render import ChatText, fields_of, render, rendered
+from .tokenizer.arguments import items_of
 
 # Keys of a message's reasoning. Templates read the first; that of gpt-oss reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -168,7 +169,7 @@ def _applied(
     values: Mapping[str, Any],
 ) -> Any:
     """What ``use`` makes of the template and its variables."""
-    listed = _listed("messages", messages, "dicts with 'role' and 'content'")
+    listed = items_of(messages, "messages", "a list of dicts with 'role' and 'content'")
     if not listed:
         raise UserInputError("the chat is empty: pass at least one message")
     if tokenizer is None:
@@ -295,14 +296,8 @@ def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
 
 
 def _schemas(tools: Any) -> list[Any]:
-    listed = _listed("tools", tools, "functions or of their JSON schemas")
+    listed = items_of(tools, "tools", "a list of functions or of their JSON schemas")
     return [function_schema(one) if callable(one) else one for one in listed]
-
-
-def _listed(name: str, items: Any, kind: str) -> list[Any]:
-    if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
-        raise TypeError(f"{name} must be a list of {kind}, not {type(items).__name__}")
-    return list(items)
 
 
 def is_message(item: Any) -> bool:
@@ -330,7 +325,7 @@ def _message(index: int, message: Any, kept: set[str]) -> dict[str, Any]:
 def _dicts(name: str, items: Any) -> list[Any] | None:
     if items is None:
         return None
-    items = _listed(name, items, "dicts")
+    items = items_of(items, name, "a list of dicts")
     for i, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise TypeError(f"{name}[{i}] is a {type(item).__name__}, not a dict")

@@ -258,7 +258,7 @@ def test_wrong_input_is_one_line(fails, arguments, says):
         (("--file", "y"), "a PROMPT and --file"),
         (("--cache-dtype", "int4"), "--cache-dtype"),
         (("--mesh", "model"), "model=8,data=2"),
-        (("--mesh", "rows=-1"), "no axis 'rows'"),
+        (("--mesh", "rows=-1,model=1"), "no axis 'rows'"),
         (("--mesh", "model=2,model=-1"), "names one axis twice"),
         (("--dtype", "int8"), "--dtype: int8 is not a float dtype"),
         (("--template-arg", "x"), "--template-arg: x: it must have the form NAME=VALUE"),

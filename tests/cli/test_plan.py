@@ -57,7 +57,7 @@ def test_a_model_that_maxjax_has(minilm):
     [
         (("--mesh", "8"), "model=8,data=2"),
         (("--mesh", "model=0"), "positive"),
-        (("--mesh", "rows=8"), "'rows'"),
+        (("--mesh", "rows=8,model=1"), "'rows'"),
         (("--hbm", "much"), "'5GB', '16GiB'"),
         (("--hbm", "80"), "80 has no unit: write 80GiB, or 80B for bytes"),
         (("--dtype", "bf17"), "bf17"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from maxjax.dtype import DType
@@ -342,6 +342,19 @@ def test_onto_a_mesh(small):
     np.testing.assert_allclose(
         embed(placed, tokenizer, texts), embed(model, tokenizer, texts), atol=1e-5
     )
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_onto_a_mesh_whose_only_axis_has_any_name(small, kind):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    placed, _ = load(small, mesh=mesh)
+    moved = load(small)[0].to(mesh)
+    expected = load(small, mesh=make_mesh(model=2))[0]
+    found = [expected, placed, moved]
+    for one, *others in zip(*(model.raw_state_dict().values() for model in found), strict=True):
+        spec = [None if entry is None else "x" for entry in one.sharding.spec]
+        assert all(other.sharding == NamedSharding(mesh, PartitionSpec(*spec)) for other in others)
+    assert not placed.embeddings.word_embeddings.weight.value.is_fully_replicated
 
 
 def test_onto_a_mesh_with_rules_of_the_callers_own(small):

@@ -58,7 +58,7 @@ def test_what_is_freed_is_a_placeholder_again(model):
     values = {name: np.array(value) for name, value in model.state_dict().items()}
     assert held(model) == 4 * SIZE  # the tie once
     found = maxjax.free(model)
-    assert (found.nbytes, found.kept, repr(found)) == (4 * SIZE, 0, "freed 32.8 kB")
+    assert (found.nbytes, found.kept, repr(found)) == (4 * SIZE, 0, "freed 32 KiB")
     assert held(model) == 0 and jax.tree.structure(model) == before
     assert all(type(leaf) is jax.ShapeDtypeStruct for leaf in jax.tree.leaves(model))
     with pytest.raises(ValueError, match="'head.weight' has no value|'embed.weight' has no value"):
@@ -193,18 +193,20 @@ def test_how_it_looks():
     lines = repr(found).splitlines()
     assert lines[0].split() == ["weights", "caches", "others", "in", "use", "peak", "free"]
     assert any(line.startswith("cpu:0 ") for line in lines) and len(lines) < 30
-    assert any(line.split()[:3] == ["Linear", "8.2", "kB"] for line in lines)
+    assert any(line.split()[:3] == ["Linear", "8", "KiB"] for line in lines)
     parser = html.parser.HTMLParser()
     parser.feed(found._repr_html_())
     assert "<td>Linear</td>" in found._repr_html_()
     del model
     gpus = [
-        DeviceMemory("cuda:0", 6_000, 3_000, 0, 10_000, 11_000, 80_000),
-        DeviceMemory("cuda:1", 500, 0, 0, 10_000, 11_000),
+        DeviceMemory("cuda:0", 6 << 10, 3 << 10, 0, 10 << 10, 11 << 10, 80 << 10),
+        DeviceMemory("cuda:1", 500, 0, 0, 10 << 10, 11 << 10),
     ]
     lines = repr(Memory(tuple(gpus), (), 1000, None)).splitlines()
-    assert lines[1].split() == "cuda:0 6.0 kB 3.0 kB 0 B 10.0 kB 11.0 kB 70.0 kB".split()
-    assert lines[2].split() == "cuda:1 500 B 0 B 0 B 10.0 kB 11.0 kB".split()  # no limit is known
+    assert lines[1].split() == "cuda:0 6 KiB 3 KiB 0 bytes 10 KiB 11 KiB 70 KiB".split()
+    assert (
+        lines[2].split() == "cuda:1 500 bytes 0 bytes 0 bytes 10 KiB 11 KiB".split()
+    )  # no limit is known
 
 
 # --- out of memory --------------------------------------------------------------------------

@@ -9,6 +9,9 @@ import pytest
 import maxjax
 from maxjax import nn
 from maxjax.errors import UserInputError
+from tests.models.decoders import drawn
+from tests.models.families import cases
+from tests.oracles.models import OracleModel
 
 
 class Net(nn.Module):
@@ -148,3 +151,35 @@ def test_tensors_without_values_or_in_other_layouts_are_named():
             maxjax.from_torch(source, nn.Linear(2, 2))
         with pytest.raises(UserInputError, match=message):
             maxjax.from_torch(source, nn.Linear(2, 2), rename={"weight": ("weight", "i o -> o i")})
+
+
+_ENCODER = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "pad_token_id": 0}  # fmt: skip
+
+
+def modules_of_families():
+    found = {case.family: case.model for case in reversed(cases.every())}
+    for kind in ("Gte", "NomicBert", "JinaEmbeddingsV3"):
+        found[kind] = lambda directory, kind=kind: encoder(kind, directory)
+    return [pytest.param(make, id=name) for name, make in found.items()]
+
+
+def encoder(kind, directory):
+    made = OracleModel(
+        f"{kind}ForMaskedLM", f"{kind}Config", _ENCODER, draw=drawn, file="lora.peft_names"
+    )
+    made.save(directory)
+    return made
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("make", modules_of_families())
+def test_modules_of_transformers_with_other_names_than_their_files_are_the_same_model(
+    make, tmp_path
+):
+    module = make(tmp_path).live()
+    expected = maxjax.load(tmp_path)[0].raw_state_dict()
+    found = maxjax.from_torch(module).raw_state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name].value, weight.value, err_msg=name)

@@ -240,11 +240,12 @@ def test_all_weights_have_names_in_the_modules_of_transformers(case, tmp_path):
     made = case.model(tmp_path)
     model, _ = maxjax.load(tmp_path)
     table = table_of(model)
-    # One module of Kimi Linear has three convolutions.
-    kept = {name for name in model.raw_state_dict() if "_conv1d." not in name}
-    state = {
-        n: np.zeros(shape) for n, shape in made.shapes.items() if ".self_attn.conv1d." not in n
-    }
-    assert {one for name in kept for one in table.tensors_of(name)} <= state.keys()
+    assert {
+        one for name in model.raw_state_dict() for one in table.tensors_of(name)
+    } <= made.shapes.keys()
+    state = {name: np.zeros(shape) for name, shape in made.shapes.items()}
     found, others = base_weights(model, state)
-    assert (found.keys(), others) == (kept, [])
+    assert (found.keys(), others) == (model.raw_state_dict().keys(), [])
+    assert all(
+        found[n].shape == tuple(map(int, w.shape)) for n, w in model.raw_state_dict().items()
+    )

@@ -307,3 +307,21 @@ def test_the_scaling_of_a_ministral_3s_queries(beta):
         CheckpointFormatError, match="'llama_4_scaling_beta' in 'rope_parameters' needs"
     ):
         Ministral3Config.from_dict(raw)
+
+
+def test_listed_kinds_of_mlps_are_those_of_the_layers():
+    listed = ("sparse", "dense", "sparse")
+    seen = 0
+    for family in all_families():
+        fields = {field.name for field in dataclasses.fields(family.config)}
+        if "mlp_layer_types" in fields and "num_hidden_layers" in fields:
+            config = object.__new__(family.config)
+            for name, value in {
+                "mlp_layer_types": listed,
+                "first_k_dense_replace": 0,
+                "num_experts": 4,
+            }.items():
+                object.__setattr__(config, name, value)
+            assert [config.is_sparse(i) for i in range(3)] == [True, False, True], family.model_type
+            seen += 1
+    assert seen > 3

@@ -21,7 +21,7 @@ from ...errors import UserInputError, some
 from ...graph.weights import GGUFWeights, WeightData
 from ...graph.weights.writing import outgoing_data
 from ...models.gguf.tensors.types import MIXTURES
-from ...models.weights import main_dtype
+from ...models.weights import main_dtype, named_float
 from ...progress import last_part, task
 from ...storage.files import OpenFile
 from ...storage.formats import SUFFIXES, UNREADABLE
@@ -34,7 +34,7 @@ from ...storage.save.durable import target_path
 from ..file_set import INDEX, SINGLE, content_of, json_bytes, write_file, write_set
 from ..orbax.steps import COMMITTED
 from ..orbax.streaming import stream
-from ..pretrained import cast, flat_name, float_type, refuse_quantised, with_dtype
+from ..pretrained import cast, flat_name, refuse_quantised, with_dtype
 from .source import Opened, as_hugging_face, opened
 from .to_gguf import to_gguf
 from .written import Converted, Watch, counting, result_of, watched
@@ -103,7 +103,7 @@ def convert(
     source, destination = checkpoint_path(source), target_path(destination)
     target = Path(destination)
     kind = _format(target, to)
-    target_dtype = None if dtype is None else float_type(dtype)
+    target_dtype = None if dtype is None else named_float("dtype", dtype)
     limit = size_in_bytes(max_shard_size)
     encoding = _encoding(quantize, kind)
     if importance is not None and encoding is None:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from ... import distributed
-from ...errors import CheckpointError, PeerLostError
+from ...errors import CheckpointError, PeerLostError, first_line
 from ...lockstep import wait_alive
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row, short
@@ -283,8 +283,7 @@ def translated(error: BaseException, target: NewStep) -> BaseException:
     system = system_error(error)
     try:
         if system is None:
-            text = next(iter(str(error).splitlines()), "")[:300]
-            problem = f"orbax could not save the step ({type(error).__name__}: {text})"
+            problem = f"orbax could not save the step ({type(error).__name__}: {first_line(error)})"
             hint = None if target.staging is None else target.staging.kept or None
             raise save_failed(problem, target.root, None, hint) from error
         if target.staging is None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...dtype import DType
-from ...errors import checked_integer
+from ...errors import checked_integer, first_line
 from ...graph.symbolic import naming, sizes_of
 from ...graph.tensor_type import TensorType
 from ...graph.value import TensorValue
@@ -183,7 +183,7 @@ def _trace(
             exported = jax_export.export(jax.jit(run), platforms=platforms)(list(weights), types)
         except jax.errors.InconclusiveDimensionOperation as error:
             raise ValueError(
-                f"{run.__name__} has to know more about a size than its name: {str(error).splitlines()[0]} Give "
+                f"{run.__name__} has to know more about a size than its name: {first_line(error)} Give "
                 'the size a limit, as in jax.export.symbolic_shape("batch, n", constraints=["n <= 512"])'
             ) from error
     return exported, trees[-1]

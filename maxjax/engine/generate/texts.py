@@ -134,7 +134,7 @@ def generate(
         # Prompts of similar length share a batch: less of it is padding.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         observer = ProgramObserver(model)
-        with _shown(len(rows)) as shown:
+        with _progress_of(len(rows)) as shown:
             for start in range(0, len(order), batch_size):
                 members = order[start : start + batch_size]
                 # The last batch is padded to the size of the others, whose programs are compiled already.
@@ -160,7 +160,7 @@ def generate(
     return found[0] if single else found
 
 
-def _shown(count: int) -> AbstractContextManager[Task]:
+def _progress_of(count: int) -> AbstractContextManager[Task]:
     """A task of ``count`` texts; for a single text only compilation is shown."""
     if count == 1:
         return nullcontext(Task("generating"))

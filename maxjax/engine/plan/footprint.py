@@ -28,6 +28,7 @@ from ...graph.placement.split import Placed
 from ...graph.quantization import QuantizationEncoding
 from ...graph.shape import StaticDim
 from ...graph.weights import FileWeights, GGUFWeights
+from ...kernels.explicit import parts_over
 from ...models import LanguageModel, PretrainedModel, build, config_beside, find_family, tensors
 from ...models import name_rules as names
 from ...models.config import read_config
@@ -454,7 +455,7 @@ def _fixed_bytes(one: names.Fixed, batch: int, mesh: Any) -> int:
     parts = 1
     if mesh is not None:
         rows, model = batch_axes(mesh, batch), axis_of(mesh, "model")
-        parts = math.prod(mesh.shape[axis] for axis in rows)
+        parts = parts_over(mesh, rows)
         size = 0 if one.axis is None else one.shape[one.axis]
         if model is not None and model not in rows and size and size % mesh.shape[model] == 0:
             parts *= mesh.shape[model]

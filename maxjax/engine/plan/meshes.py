@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.placement.mesh import abstract_mesh
 from ...graph.placement.specs import BATCH, axis_of, batch_axes, names_in
+from ...kernels.explicit import parts_over
 from ...models import name_rules as names
 from ...rendering.row import bytes_text
 from .footprint import Footprint, TensorGroup, cache_bytes
@@ -175,7 +177,7 @@ def _traffic(
     gathered and then read completely, except tables, of which each device uses its shard for all rows.
     """
     reading = source.reading
-    rows = batch // math.prod(mesh.shape[axis] for axis in batch_axes(mesh, batch))
+    rows = batch // parts_over(mesh, batch_axes(mesh, batch))
     tied = not any(names.layer_of(one.names[0]) in names.HEADS for one in groups)
     fsdp = axis_of(mesh, "fsdp")
     shards = mesh.shape[fsdp] if fsdp is not None else 1
@@ -183,7 +185,7 @@ def _traffic(
     for one in groups:
         count, name = len(one.names), names.generic(one.names[0])
         axes = [{*names_in(entry)} for entry in (*one.spec, *[None] * len(one.shape))]
-        parts = lambda split: math.prod(mesh.shape[axis] for axis in split)
+        parts = partial(parts_over, mesh)
         layer, nbytes, here = name.rpartition(".")[0], count * one.nbytes_per_device, rows
         is_head = names.layer_of(name) in names.HEADS
         is_table = is_head or names.layer_of(name) in (*names.TABLES, *names.UNTIED_TABLES)

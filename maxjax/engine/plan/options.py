@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ...dtype import DType
 from ...errors import UserInputError
-from ...graph.placement.mesh import AXES, abstract_mesh, axis_name
-from ...models.weights import named_dtype
+from ...graph.placement.mesh import AXES, abstract_mesh, axis_name, known_axes, similar_axis
+from ...models.weights import named_dtype, named_float
 from ...nn.kv_cache.cache import check_cache_dtype
 
 
@@ -49,8 +49,10 @@ def read_mesh(mesh: Any, rules: Any = None) -> Any:
     if len(found) < len(sizes):
         raise UserInputError(f"mesh: '{text}' names one axis twice")
     unknown = [name for name in found if name not in AXES]
-    if unknown and rules is None:
-        raise UserInputError(f"mesh: there is no axis '{unknown[0]}': axes are {', '.join(AXES)}")
+    if unknown and rules is None and (len(found) > 1 or similar_axis(unknown[0])):
+        raise UserInputError(
+            f"mesh: there is no axis '{unknown[0]}': axes are {known_axes()}; a single axis may have any name"
+        )
     return abstract_mesh(found)
 
 
@@ -79,9 +81,8 @@ def read_axes(text: str) -> Iterator[tuple[str, int]]:
 def read_dtype(option: str, dtype: Any) -> DType | None:
     if dtype is None:
         return None
+    if option != "cache_dtype":
+        return named_float(option, dtype)
     found = named_dtype(option, dtype)
-    if option == "cache_dtype":
-        check_cache_dtype(found)
-    elif not found.is_float():
-        raise UserInputError(f"dtype must be a float type, not {found.name}")
+    check_cache_dtype(found)
     return found

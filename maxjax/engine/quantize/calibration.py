@@ -100,7 +100,7 @@ def calibrate(
     if config is not None and has_architecture(config):
         weights = model.raw_state_dict()
         shapes = {name: tuple(map(int, weights[name].logical_shape)) for name in sums}
-        names = {n: (p.name, p.expert) for n, p in gguf_places(config, shapes).items()}
+        names = {n: (p.tensor, p.expert) for n, p in gguf_places(config, shapes).items()}
     return Importance(sums, counts, names, len(chunks), len(chunks[0]))
 
 

@@ -142,7 +142,7 @@ def _checked(
             places = gguf_places(config, types)
         names = dict.fromkeys(types, ("", -1))
         importance = importance.of_checkpoint(
-            names | {name: (place.name, place.expert) for name, place in places.items()}
+            names | {name: (place.tensor, place.expert) for name, place in places.items()}
         )
     for name in types:
         if importance is None or name not in importance:

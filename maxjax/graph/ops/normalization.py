@@ -37,7 +37,7 @@ def layer_norm(input: Any, gamma: Any, beta: Any, epsilon: float) -> Any:
     """
     x = floating(input, "layer_norm")
     scale, shift = (_broadcastable(w, x, name) for w, name in ((gamma, "gamma"), (beta, "beta")))
-    y = _normalised(wide(x), epsilon)
+    y = normalised(wide(x), -1, epsilon)
     return rounded(y * rounded(scale, y.dtype) + rounded(shift, y.dtype), x.dtype)
 
 
@@ -97,13 +97,14 @@ def group_norm(input: Any, gamma: Any, beta: Any, num_groups: int, epsilon: floa
     grouped = wide(x).reshape(
         (x.shape[0], num_groups, channels // num_groups * math.prod(x.shape[2:]))
     )
-    y = _normalised(grouped, epsilon).reshape(x.shape)
+    y = normalised(grouped, -1, epsilon).reshape(x.shape)
     return rounded(y * rounded(weights[0], y.dtype) + rounded(weights[1], y.dtype), x.dtype)
 
 
-def _normalised(x: jax.Array, epsilon: float) -> jax.Array:
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+def normalised(x: jax.Array, axes: int | tuple[int, ...], epsilon: float) -> jax.Array:
+    """``x`` with mean 0 and variance 1 (up to epsilon) over ``axes``; two passes avoid cancellation."""
+    centred = x - jnp.mean(x, axis=axes, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
     return centred * jax.lax.rsqrt(variance + epsilon)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from ...kernels import explicit
-from ...rendering.division import Box, Division
+from ...rendering.division import Division
+from ...storage.boxes import Box
 from .device_major import DeviceMajor
 from .mesh import sizes_text
 

@@ -71,25 +71,36 @@ def check_mesh(mesh: Any) -> None:
         UserInputError: it has several axes, and none is data, fsdp, expert, seq or model, or an alias of these.
     """
     if not any(axis_of(mesh, kind) for kind in AXES):
-        names = {kind: [one for one, of in ALIASES.items() if of == kind] for kind in AXES}
-        known = [f"{kind} ({', '.join(also)})" if also else kind for kind, also in names.items()]
         raise UserInputError(
             f"the mesh has the axes {', '.join(map(str, mesh.axis_names)) or '()'}, and strategies know "
-            f"{', '.join(known)}: use these names (a single axis may have any), "
+            f"{known_axes()}: use these names (a single axis may have any), "
             "or pass rules, which maxjax.load, model.to(mesh, rules=…) and maxjax.plan take"
         )
 
 
-def _check_axis(name: str) -> None:
-    """Refuses a misspelt name of an axis; any name that is not similar to a usual one is accepted.
+def known_axes() -> str:
+    """The names of axes that strategies know, each with its other names.
 
-    Raises:
-        UserInputError: the name is nearly that of a usual axis.
+    Example:
+        >>> known_axes()
+        'data (dp, batch), fsdp, expert (ep), seq (sp, cp, context), model (tp, tensor, mp)'
+    """
+    names = {kind: [one for one, of in ALIASES.items() if of == kind] for kind in AXES}
+    return ", ".join(
+        f"{kind} ({', '.join(also)})" if also else kind for kind, also in names.items()
+    )
+
+
+def similar_axis(name: str) -> str | None:
+    """The usual name that the name of an axis is nearly, but not exactly; None for all other names.
+
+    Example:
+        >>> similar_axis("modle"), similar_axis("model"), similar_axis("x")
+        ('model', None, None)
     """
     known = (*AXES, *ALIASES)
     like = [] if name in known or not name.isalpha() else get_close_matches(name, known, 1, 0.75)
-    if like:
-        raise UserInputError(f"make_mesh(): there is no axis {name!r}: did you mean {like[0]!r}?")
+    return next(iter(like), None)
 
 
 def check_distinct(devices: Iterable[Any], what: str) -> None:
@@ -134,7 +145,8 @@ def make_mesh(
             f"make_mesh() needs the size of an axis, as in make_mesh(model=2); axes are {', '.join(AXES)}"
         )
     for name in sizes:
-        _check_axis(name)
+        if like := similar_axis(name):
+            raise UserInputError(f"make_mesh(): there is no axis {name!r}: did you mean {like!r}?")
     names = [axis_name(name) for name in sizes]
     if len(set(names)) < len(names):
         raise UserInputError(f"make_mesh(): {', '.join(sizes)} contain one axis twice")

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import UserInputError
 from ...kernels.explicit import names_in as names_in
+from ...kernels.explicit import parts_over
 from ...kernels.explicit import spec_of as spec_of
 from .mesh import TENSOR, axes_of, axis_of, sizes_text
 from .split import NO_SPLIT, Placed, Split, split_of_function
@@ -95,7 +96,7 @@ def _split_of(name: str, shape: tuple[int, ...], strategy: Any, mesh: Any) -> Sp
     if not over:
         return NO_SPLIT
     try:
-        found = split_of_function(rule, shape, math.prod(mesh.shape[axis] for axis in over))
+        found = split_of_function(rule, shape, parts_over(mesh, over))
         problem = ""
     except Exception as error:
         found, problem = None, f" ({type(error).__name__}: {error})"
@@ -118,7 +119,7 @@ def _place_part(name: str, shape: Sequence[int], part: PartOf, mesh: Any, count:
     whole = []
     split = [names_in(entry) for entry in placed.spec]
     for along, over in enumerate(split):
-        n = math.prod(mesh.shape[axis] for axis in over)
+        n = parts_over(mesh, over)
         size = part.shape[along]
         fits = [
             axis
@@ -162,7 +163,7 @@ def _explicit(name: str, shape: Sequence[int], wanted: Any, mesh: Any, block: in
                     f"{', '.join(map(str, mesh.axis_names))}"
                 )
             entries[axis] = (*entries[axis], found)
-        n = math.prod(mesh.shape[axis_name] for axis_name in entries[axis])
+        n = parts_over(mesh, entries[axis])
         unit = block if axis == len(shape) - 1 else 1
         if shape[axis] % (n * unit):
             in_blocks = f" in blocks of {unit}" if unit > 1 else ""
@@ -200,7 +201,7 @@ def parts(weight: Any, axis: int) -> int:
         1
     """
     names = split_over(weight, axis)
-    return math.prod(weight.sharding.mesh.shape[name] for name in names) if names else 1
+    return parts_over(weight.sharding.mesh, names) if names else 1
 
 
 def split_over(weight: Any, axis: int) -> tuple[str, ...]:
@@ -222,7 +223,7 @@ def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = BATCH) -> tuple[str
     found: tuple[str, ...] = ()
     for kind in kinds:
         axis = axis_of(mesh, kind)
-        n = math.prod(mesh.shape[name] for name in found)
+        n = parts_over(mesh, found)
         if axis is not None and count % (n * mesh.shape[axis]) == 0:
             found = (*found, axis)
     return found

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ...kernels.explicit import Entry, spec_of
+from ...kernels.explicit import Entry, parts_over, spec_of
 from ..kind import to_value
 from ..shape import StaticDim
 from .device_major import DeviceMajor
@@ -261,7 +261,7 @@ class Split:
         why, undivided = self._enter(mesh, kinds, shape, counts, entries)
         layout = None
         if self.by_device and any(entries) and self.axis is not None and len(self.segments) > 1:
-            n = math.prod(mesh.shape[axis] for axis in entries[self.axis])
+            n = parts_over(mesh, entries[self.axis])
             sizes = tuple(segment.size for segment in self.segments)
             layout = DeviceMajor(n, sizes, self.axis % len(shape))
         fsdp, gathered = axis_of(mesh, "fsdp"), ""
@@ -277,7 +277,7 @@ class Split:
         over = axes_of(mesh, self.whole)
         if not over or count == 1:
             return (), ""
-        n, sizes = math.prod(mesh.shape[axis] for axis in over), sizes_text(mesh, over, "·")
+        n, sizes = parts_over(mesh, over), sizes_text(mesh, over, "·")
         if count % n:
             return (), f"the {count} experts do not divide by {sizes}"
         return over, f"{count // n} of {count} whole experts each over {sizes}"
@@ -298,7 +298,7 @@ class Split:
         over = axes_of(mesh, kinds)
         if not over:
             return f"the mesh has no {' or '.join(kinds)} axis" if kinds else "", ()
-        n, sizes = math.prod(mesh.shape[axis] for axis in over), sizes_text(mesh, over, " and ")
+        n, sizes = parts_over(mesh, over), sizes_text(mesh, over, " and ")
         problems = []
         for split in [self] if self.fallback is None else [self, Split(self.fallback)]:
             if (found := split.axis_in(shape)) is None:

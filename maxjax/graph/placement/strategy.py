@@ -9,9 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from ...rendering.division import Box, Division
+from ...rendering.division import Division
 from ...rendering.rendered import Rendered, card, guarded
 from ...rendering.row import short
+from ...storage.boxes import Box
 from ..shape import Shape
 from ..symbolic import sizes_of, to_dim, to_sizes
 from .split import COLUMNS, REPLICATED, ROWS, Segment, Split

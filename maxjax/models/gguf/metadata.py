@@ -250,7 +250,7 @@ def unknown_architecture(
     name: str, known: Iterable[str], path: str | os.PathLike[str] | None
 ) -> UnsupportedModelError:
     """Makes the error for a GGUF architecture that is none of the known ones."""
-    what = f"the GGUF architecture {name[:80]!r} (maxjax supports {', '.join(known)})"
+    what = f"the GGUF architecture {shown(name)} (maxjax supports {', '.join(known)})"
     return unsupported(what, path)
 
 

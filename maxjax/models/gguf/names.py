@@ -1,7 +1,10 @@
 """Maps GGUF's tensor names to Hugging Face's, for each architecture of llama.cpp.
 
-There is one table per architecture. An entry has GGUF's name without ``.weight`` or ``.bias``, with ``*``
-for the layer and ``#`` for the expert; Hugging Face's name; and the change of the values.
+There is one table per architecture, which :class:`TensorNames` reads in both directions. An entry has GGUF's name
+without ``.weight`` or ``.bias``, with ``*`` for the layer and ``#`` for the expert; Hugging Face's name; and the change
+of the values. The entries are no rows of ``models.names.Names``, which change parts of names and keep all others: here
+a name that no entry has is an error, and changes need numbers of the metadata. Names from here are then read by the
+family's ``Names``, as those of other files.
 
 Source: ``gguf-py/gguf/tensor_mapping.py`` and ``convert_hf_to_gguf.py`` of llama.cpp.
 """
@@ -12,7 +15,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ...errors import CheckpointFormatError, CheckpointMismatchError, some
 from .by_architecture import ByArchitecture
@@ -175,10 +178,146 @@ DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long
 IGNORED = frozenset({*DIVISORS, "blk.*.attn_rot_embd.weight"})
 _NO_ROPE = frozenset({"gpt2", "bert"})
 
-_INDEX = r"(0|[1-9][0-9]{0,5})"
-# Names in files must not contain ``*`` or ``#``, which stand for numbers in the tables.
-_UNSUFFIXED = re.compile(rf"blk\.{_INDEX}\.([^*#.]+)")
-_NAME = re.compile(rf"(?:blk\.{_INDEX}\.)?([^*#]+?)(?:\.{_INDEX})?\.(weight|bias|scale)")
+# The number of a layer or of an expert in a name.
+_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])")
+# Layouts of matrices: biases, which are vectors, stay as they are.
+_OF_MATRICES = (Transposed, Plus, Taps)
+
+
+class Sizes(Protocol):
+    """The numbers of a model that the layouts of its tensors need."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def norm_groups(self) -> int: ...
+
+
+class FileSizes:
+    """The sizes of the model in a GGUF file, read from the metadata on demand."""
+
+    norm_groups = 0  # the tensor's shape tells them
+
+    def __init__(self, given: Settings):
+        self._given = given
+        self.layers: int = given.count("block_count", maximum=MAX_LAYERS)
+
+    @property
+    def experts(self) -> int:
+        """The number of experts in a layer."""
+        return self._given.count("expert_count", maximum=MAX_EXPERTS)
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads."""
+        return self._given.count("attention.head_count")
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of KV heads."""
+        found = self._given.some("attention.head_count_kv", None)
+        return self.heads if found is None else found
+
+
+class Entry(NamedTuple):
+    """A tensor of Hugging Face's in a GGUF file. Entries are in the order of the file.
+
+    Attributes:
+        layer: index of its layer; -1: none.
+        order: number of the GGUF tensor in the architecture's table.
+        tensor: name of the GGUF tensor.
+        expert: index of its expert; -1: none.
+        name: Hugging Face's name.
+        layout: change from the GGUF tensor's values to those of Hugging Face's tensor.
+    """
+
+    layer: int
+    order: int
+    tensor: str
+    expert: int
+    name: str
+    layout: Layout
+
+
+class TensorNames:
+    """The table of an architecture's tensors, for a model of these sizes: it is read in both directions."""
+
+    def __init__(self, table: Table, sizes: Sizes):
+        self._sizes = sizes
+        self._in_file = {key: (order, rules) for order, (key, rules) in enumerate(table.items())}
+        # maxjax does not write experts one by one, or gate and up as one tensor, as some writers do.
+        self._in_checkpoint = {
+            rule.name: (order, key, rule)
+            for key, (order, rules) in self._in_file.items()
+            for rule in rules
+            if "#" not in key and rule.layout not in (GATES, UPS)
+        }
+
+    def entries_of(self, tensor: str) -> Iterator[Entry]:
+        """Hugging Face's tensors in a GGUF tensor; none if it is unknown."""
+        generic, layer, expert = _generic(tensor)
+        key, _, suffix = generic.rpartition(".")
+        if suffix not in ("weight", "bias", "scale"):
+            key, suffix = generic, NO_SUFFIX
+        order, rules = self._in_file.get(key, (0, ()))
+        if not rules or not self._has(layer, expert):
+            return
+        for rule in rules:
+            # Scales, and tensors without a suffix, are only in rules that name them.
+            if suffix != rule.only and (rule.only or suffix not in ("weight", "bias")):
+                continue
+            name = rule.name.replace("*", str(layer), 1) + ("" if rule.only else f".{suffix}")
+            is_stack = isinstance(rule.layout, str) and "#" in name
+            for i in range(self._sizes.experts) if is_stack else (expert,):
+                full, layout = name.replace("#", str(i)), self._layout(rule, suffix, i)
+                yield Entry(layer, order, tensor, i, full, layout)
+
+    def entry_of(self, name: str) -> Entry | None:
+        """The place in the file of a tensor of Hugging Face's; None if it is unknown."""
+        generic, layer, expert = _generic(name)
+        stem, _, suffix = generic.rpartition(".")
+        found = self._in_checkpoint.get(generic)  # for tensors without a suffix in the checkpoint
+        is_whole = found is not None
+        if not is_whole and suffix in ("weight", "bias"):
+            found = self._in_checkpoint.get(stem)
+        if found is None or is_whole != bool(found[2].only) or not self._has(layer, expert):
+            return None
+        order, key, rule = found
+        suffix = rule.only or suffix
+        tensor = key.replace("*", str(layer)) + ("" if suffix == NO_SUFFIX else f".{suffix}")
+        return Entry(layer, order, tensor, expert, name, self._layout(rule, suffix, expert))
+
+    def _has(self, layer: int, expert: int) -> bool:
+        return layer < self._sizes.layers and (expert < 0 or expert < self._sizes.experts)
+
+    def _layout(self, rule: Rule, suffix: str, expert: int) -> Layout:
+        what, sizes = rule.layout, self._sizes
+        if isinstance(what, Layout):
+            return Same() if suffix == "bias" and isinstance(what, _OF_MATRICES) else what
+        if what == QUERIES:
+            return Permuted(sizes.heads)
+        if what == KEYS:
+            return Permuted(sizes.kv_heads)
+        if what == NORM_GROUPS:
+            return Flat(sizes.norm_groups)
+        if what == GROUPS:
+            return Grouped(sizes.heads, sizes.kv_heads)
+        return Expert(expert, sizes.experts, *{STACK: (0, 1), GATES: (0, 2), UPS: (1, 2)}[what])
+
+
+def _generic(name: str) -> tuple[str, int, int]:
+    """(A name with ``*`` for the number of the layer and ``#`` for that of the expert, these numbers or -1)."""
+    if "*" in name or "#" in name:
+        return "", -1, -1
+    marks, numbers = iter("*#"), [int(number) for number in _NUMBER.findall(name)]
+    layer, expert, *_ = *numbers, -1, -1
+    return _NUMBER.sub(lambda _: next(marks, "?"), name), layer, expert
 
 
 def hf_names(
@@ -215,19 +354,19 @@ def hf_names(
     table = ARCHITECTURES.get(architecture)
     if table is None:
         raise unknown_architecture(architecture, ARCHITECTURES, path)
-    counts = _Counts(settings(metadata, architecture, path))
+    names = TensorNames(table, FileSizes(settings(metadata, architecture, path)))
     ignored = frozenset() if architecture in _NO_ROPE else IGNORED
     found: dict[str, Source] = {}
     unknown = []
     for tensor in tensors:
-        if re.sub(rf"\Ablk\.{_INDEX}\.", "blk.*.", tensor) in ignored:
+        if _generic(tensor)[0] in ignored:
             continue
-        entries = list(_entries(table, tensor, counts))
+        entries = list(names.entries_of(tensor))
         if not entries:
             unknown.append(tensor)
         elif isinstance(tensors, Mapping):
-            check_shape(tensor, entries[0][1], tensors[tensor], path)
-        for name, layout in entries:
+            check_shape(tensor, entries[0].layout, tensors[tensor], path)
+        for name, layout in ((entry.name, entry.layout) for entry in entries):
             if name in found:
                 raise CheckpointFormatError(
                     f"'{found[name].tensor}' and '{tensor}' are both the weight '{name}'", path=path
@@ -238,62 +377,6 @@ def hf_names(
             f"tensors that a {architecture} model does not have: {some(unknown)}", path=path
         )
     return found
-
-
-class _Counts:
-    """The numbers of heads and experts that layouts need, read from the metadata on demand."""
-
-    def __init__(self, given: Settings):
-        self._given = given
-        self.layers: int = given.count("block_count", maximum=MAX_LAYERS)
-
-    def experts(self) -> int:
-        return self._given.count("expert_count", maximum=MAX_EXPERTS)
-
-    def layout(self, what: Layout | str, expert: int) -> Layout:
-        if isinstance(what, Layout):
-            return what
-        if what == QUERIES:
-            return Permuted(self._given.count("attention.head_count"))
-        if what == KEYS:
-            heads = self._given.some("attention.head_count_kv", None)
-            return self.layout(QUERIES, expert) if heads is None else Permuted(heads)
-        if what == NORM_GROUPS:
-            return Flat()
-        if what == GROUPS:
-            heads = self._given.count("attention.head_count")
-            return Grouped(heads, self._given.count("attention.head_count_kv", heads))
-        parts = {STACK: (0, 1), GATES: (0, 2), UPS: (1, 2)}[what]
-        return Expert(expert, self.experts(), *parts)
-
-
-def _entries(table: Table, tensor: str, counts: _Counts) -> Iterator[tuple[str, Layout]]:
-    """(Name, layout) of each of Hugging Face's tensors in a GGUF tensor; none if it is unknown."""
-    match = _NAME.fullmatch(tensor)
-    if match is not None:
-        layer, stem, expert, suffix = match.groups()
-    elif (match := _UNSUFFIXED.fullmatch(tensor)) is not None:
-        (layer, stem), expert, suffix = match.groups(), None, ""
-    else:
-        return
-    key = ("blk.*." if layer else "") + stem + (".#" if expert else "")
-    if layer and int(layer) >= counts.layers:
-        return
-    if expert and not (key in table and int(expert) < counts.experts()):
-        return
-    for rule in table.get(key, ()):
-        usual = suffix in ("weight", "bias")  # other suffixes are only in rules that name them
-        if (rule.only or (suffix if usual else None)) != (suffix or NO_SUFFIX):
-            continue
-        name = rule.name.replace("*", layer or "", 1) + ("" if rule.only else f".{suffix}")
-        what = rule.layout
-        if suffix == "bias" and isinstance(what, (Transposed, Plus, Taps)):
-            what = Same()  # biases are vectors, which these layouts do not change
-        if isinstance(what, str) and "#" in name:
-            for i in range(counts.experts()):
-                yield name.replace("#", str(i)), counts.layout(what, i)
-        else:
-            yield name.replace("#", expert or ""), counts.layout(what, 0)
 
 
 def check_shape(tensor: str, layout: Layout, shape: Sequence[int], path: Any) -> None:

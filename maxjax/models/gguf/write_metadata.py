@@ -19,6 +19,7 @@ from typing import Any
 from ...dtype import DType
 from ...errors import CheckpointMismatchError, UserInputError
 from ...graph.weights import WeightData
+from ...rendering.row import short
 from ..parts.rotary import rope_settings
 from .config.families import FamilyConfig, read_config
 from .config.llama_cpp import check_read
@@ -278,7 +279,7 @@ def _check(
                 expected=given,
                 found=value,
             )
-        raise unsupported(f"{key!r} {str(given)[:80]} in a GGUF file (it would be {value})", path)
+        raise unsupported(f"{key!r} {short(given)} in a GGUF file (it would be {value})", path)
 
 
 def _alike(a: Any, b: Any) -> bool:

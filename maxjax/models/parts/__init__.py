@@ -26,6 +26,7 @@ from .config import FULL as FULL
 from .config import SLIDING as SLIDING
 from .config import SPARSE as SPARSE
 from .config import LanguageModelConfig as LanguageModelConfig
+from .config import StepwiseExpertsConfig as StepwiseExpertsConfig
 from .config import check_not_empty as check_not_empty
 from .config import constant as constant
 from .config import dense_then_sparse as dense_then_sparse

@@ -174,7 +174,7 @@ def refuse(raw: Mapping[str, Any], supported: Mapping[str, Any], what: str) -> N
         if raw.get(key) is not None and raw[key] not in allowed:
             known = " or ".join(map(repr, allowed))
             raise UnsupportedModelError(
-                f"{what} with '{key}' {str(raw[key])[:60]}: only {known} is supported"
+                f"{what} with '{key}' {shown(raw[key])}: only {known} is supported"
             )
 
 
@@ -223,7 +223,7 @@ class ArchitectureConfig(ModelConfig):
             if act is not None and act not in ACTIVATIONS:
                 known = ", ".join(ACTIVATIONS)
                 raise ValueError(
-                    f"'{self.key_of(name)}' is {act[:80]!r}: it must be one of {known}"
+                    f"'{self.key_of(name)}' is {shown(act)}: it must be one of {known}"
                 )
 
     def _check_layer_types(self) -> None:
@@ -240,7 +240,7 @@ class ArchitectureConfig(ModelConfig):
             wrong = [i for i in getattr(self, name, None) or () if not 0 <= i < count]
             if wrong:
                 raise ValueError(
-                    f"'{name}' has the layer {str(wrong[0])[:60]}: there are {count}, counted from 0"
+                    f"'{name}' has the layer {shown(wrong[0])}: there are {count}, counted from 0"
                 )
 
     def _check_ropes(self) -> None:
@@ -454,6 +454,28 @@ class LanguageModelConfig(ArchitectureConfig):
         return {"full" if window is None else "sliding": kept}
 
 
+class StepwiseExpertsConfig(LanguageModelConfig):
+    """Base class of settings: each ``decoder_sparse_step``-th layer has experts, but none of ``mlp_only_layers``."""
+
+    num_experts: int
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        is_step = (layer + 1) % self.decoder_sparse_step == 0
+        return is_step and self.num_experts > 0 and layer not in self.mlp_only_layers
+
+    @classmethod
+    def bounded_sizes(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings to compare with the tensors: the size of MLPs only if a layer may have one."""
+        raw = super().bounded_sizes(raw)
+        steps, listed = raw.get("decoder_sparse_step"), raw.get("mlp_only_layers")
+        if steps in (None, 1) and not listed and raw.get("num_experts") != 0:
+            return {key: raw[key] for key in raw if key != "intermediate_size"}
+        return raw
+
+
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError for a file with settings of quantised weights, which only a load applies."""
     method = quantization_settings(raw)
@@ -461,7 +483,7 @@ def _refuse_quantized(raw: Mapping[str, Any]) -> None:
         return
     method = method.get("quant_method") if isinstance(method, Mapping) else None
     raise UnsupportedModelError(
-        f"'quantization_config' (quant_method {str(method)[:60]!r}): weights that are quantised so cannot be "
+        f"'quantization_config' (quant_method {shown(method)}): weights that are quantised so cannot be "
         "written as GGUF, calibrated, or quantised again"
     )
 

@@ -12,7 +12,6 @@ per sequence has no axis T.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from jax.sharding import PartitionSpec
 from ...graph.placement.arrays import is_manual, on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, spec_of
 from ...kernels import delta_token, explicit, ssd_token
+from ...kernels.explicit import parts_over
 from ...nn.layer import hooks
 from ...nn.ssm.convolution import CausalConv
 from ...nn.ssm.delta import delta_chunks, delta_net_in_place, delta_step
@@ -95,7 +95,7 @@ def ssd(
     (batch, heads, width), (groups, size) = (x.shape[0], *x.shape[-2:]), b.shape[-2:]
     x, g = (zero_padding(a, cache) for a in (x, g))
     mesh, over = _split(cache.context.mesh, batch, heads)
-    if groups % math.prod(mesh.shape[name] for name in over):  # a group is split between devices
+    if groups % parts_over(mesh, over):  # a group is split between devices
         b, c = (jnp.repeat(a, heads // groups, axis=-2) for a in (b, c))
     if mesh is None and cache.context.is_step and cache.states:
         states, layer = cache.in_place(group)

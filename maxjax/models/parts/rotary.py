@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import UnsupportedModelError, UserInputError
+from ...errors import UnsupportedModelError, UserInputError, shown
 from ...kernels import explicit
 from ...nn.rope_scaling import (
     DynamicScalingParams,
@@ -510,7 +510,7 @@ def rope_of(
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
-        raise UnsupportedModelError(f"'{name}' of type {str(kind)[:80]!r}: supported are {known}")
+        raise UnsupportedModelError(f"'{name}' of type {shown(kind)}: supported are {known}")
     theta = found.number("rope_theta", default_theta, minimum=1e-3)
     scaling, magnitude = _KINDS[kind](found)
     return Rope(theta, scaling, magnitude, share, interleaved)
@@ -534,9 +534,7 @@ class _Given:
             raise ValueError(f"'{self.name}' has no '{key}'")
         good = type(value) in (int, float) and minimum <= value <= 1e30
         if not good:
-            raise ValueError(
-                f"'{key}' in '{self.name}' is {str(value)[:60]}, not a positive number"
-            )
+            raise ValueError(f"'{key}' in '{self.name}' is {shown(value)}, not a positive number")
         return float(value)
 
     def original(self) -> int:

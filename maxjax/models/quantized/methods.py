@@ -27,7 +27,7 @@ from .layouts import (
     scaled,
     tensor,
 )
-from .settings import KEY, QuantSettings, positive
+from .settings import KEY, QuantSettings
 
 
 def _fp8(settings: QuantSettings) -> Callable[[str], LayoutOf]:
@@ -168,7 +168,7 @@ def _compressed_group(group: QuantSettings, kind: str) -> LayoutOf:
     if strategy == "block" and block is None:
         raise weights.refused("block_structure null")
     if strategy == "group":
-        block = (1, positive(weights, "group_size"))
+        block = (1, weights.positive("group_size"))
     ignored = ("input_scale", "input_zero_point", "input_global_scale")
     if kind == "pack-quantized":
         order = weights.only("actorder", False, "static", "weight", True, "dynamic", "group")
@@ -237,7 +237,7 @@ def _mlx(settings: QuantSettings) -> Callable[[str], LayoutOf]:
 
 def _mlx_layout(settings: QuantSettings) -> LayoutOf:
     settings.only("mode", "affine")
-    bits, group = settings.only("bits", 4, 8, 2), positive(settings, "group_size")
+    bits, group = settings.only("bits", 4, 8, 2), settings.positive("group_size")
 
     def layout(out: int, inner: int, entries: Found) -> QuantLayout:
         words, groups = count_blocks(inner, 32 // bits), count_blocks(inner, group)
@@ -287,7 +287,7 @@ def _gptq_layout(settings: QuantSettings) -> LayoutOf:
     ordered = settings.get("desc_act", bool, False)
     size = settings.get("group_size", int, -1)
     if size != -1:
-        size = positive(settings, "group_size")
+        size = settings.positive("group_size")
 
     def layout(out: int, inner: int, entries: Found) -> QuantLayout:
         group = inner if size == -1 else size
@@ -363,7 +363,7 @@ def _awq(settings: QuantSettings) -> Callable[[str], LayoutOf]:
     asymmetric = settings.get("zero_point", bool, True)
     size = settings.get("group_size", int, 128)
     if size != -1:
-        size = positive(settings, "group_size", 128)
+        size = settings.positive("group_size", 128)
 
     def layout(out: int, inner: int, entries: Found) -> QuantLayout:
         group = inner if size == -1 else size

@@ -89,17 +89,16 @@ class QuantSettings:
             )
         return value[0], value[1]
 
+    def positive(self, key: str, default: int | None = None) -> int:
+        """A positive integer under a key.
 
-def positive(settings: QuantSettings, key: str, default: int | None = None) -> int:
-    """A positive integer under a key.
-
-    Raises:
-        CheckpointFormatError: the value is not a positive integer, or is absent without a default.
-    """
-    value = settings.get(key, int, default)
-    if value is None or value < 1:
-        raise CheckpointFormatError(
-            f"'{key}' of '{settings.where}' is not a positive integer", path=settings.path,
-            found=shown(value) if value is not None else "none",
-        )  # fmt: skip
-    return value
+        Raises:
+            CheckpointFormatError: the value is not a positive integer, or is absent without a default.
+        """
+        value = self.get(key, int, default)
+        if value is None or value < 1:
+            raise CheckpointFormatError(
+                f"'{key}' of '{self.where}' is not a positive integer", path=self.path,
+                found=shown(value) if value is not None else "none",
+            )  # fmt: skip
+        return value

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ...dtype import DType
-from ...errors import UserInputError
+from ...errors import UserInputError, checked_integer
 from ...graph.placement.arrays import put
 from ...graph.weight.rows import foreign, total
 from ...rendering.rendered import Rendered, summary
@@ -102,8 +102,8 @@ class KVCache(Rendered):
             >>> cache.keys.shape, cache.more["linear"].arrays["conv"].shape
             ((2, 3, 1, 8, 4), (2, 3, 3, 6))
         """
-        _count("batch", batch)
-        _count("capacity", capacity)
+        checked_integer("batch", batch)
+        checked_integer("capacity", capacity)
         kind = DType.of(dtype)
         check_cache_dtype(kind)
         rows = any(layers and isinstance(k, KeysValues) for layers, k, _ in groups.values())
@@ -161,14 +161,14 @@ class KVCache(Rendered):
             UserInputError: a size is not a positive number, or ``dtype`` is neither a float nor int8.
         """
         for name, size in {"num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
-            _count(name, size)
+            checked_integer(name, size)
         if num_layers or not sliding_layers:
-            _count("num_layers", num_layers)
+            checked_integer("num_layers", num_layers)
         place = Place(sharding, row_parts, slot_parts)
         groups = {"full": (num_layers, KeysValues(num_kv_heads, head_dim), place)}
         if sliding_layers:
-            _count("sliding_layers", sliding_layers)
-            near = KeysValues(num_kv_heads, head_dim, _count("window", window))
+            checked_integer("sliding_layers", sliding_layers)
+            near = KeysValues(num_kv_heads, head_dim, checked_integer("window", window))
             groups["sliding"] = (sliding_layers, near, place)
         return cls.of(groups, batch=batch, capacity=capacity, dtype=dtype, abstract=abstract)
 
@@ -322,7 +322,7 @@ class KVCache(Rendered):
             ...
             maxjax.errors.UserInputError: a KV cache of capacity 4 cannot shrink to 2
         """
-        if _count("capacity", capacity) < self.capacity:
+        if checked_integer("capacity", capacity) < self.capacity:
             raise UserInputError(
                 f"a KV cache of capacity {self.capacity} cannot shrink to {capacity}"
             )
@@ -408,9 +408,3 @@ def check_cache_dtype(dtype: DType) -> None:
         raise UserInputError(
             f"a KV cache holds floats of at least 8 bits or int8, not {dtype.name}"
         )
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserInputError(f"{name} of a KV cache is a positive number, not {value!r}")
-    return value

@@ -7,7 +7,6 @@ Shapes: L layers, batch B, K KV heads, S slots (the capacity), head dimension D.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...kernels.explicit import parts_over
 from .recurrent import Recurrent
 from .slots import Latent, Slots
 
@@ -116,7 +116,7 @@ class States:
         where = place.sharding
         if not isinstance(where, NamedSharding):
             return where
-        count = math.prod(where.mesh.shape[name] for name in place.over)
+        count = parts_over(where.mesh, place.over)
         splits = one.axis is not None and place.over and one.shape[one.axis] % count == 0
         over = [place.over if splits and i == one.axis else None for i in range(len(one.shape))]
         rows = (*where.spec, None, None)[1]

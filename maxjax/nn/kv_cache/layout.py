@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...graph.placement.specs import axis_of, batch_axes, spec_of
+from ...kernels.explicit import parts_over
 
 
 class CacheLayout(NamedTuple):
@@ -93,7 +94,7 @@ class CacheLayout(NamedTuple):
     @property
     def parts(self) -> int:
         """The number of parts of the whole cache."""
-        return self.heads * self.group * math.prod(self.mesh.shape[name] for name in self.batch)
+        return self.heads * self.group * parts_over(self.mesh, self.batch)
 
     @property
     def sizes(self) -> str:
@@ -130,12 +131,12 @@ def cache_layout(
     model = axis_of(mesh, "model")
     names = tuple(over) or (() if model is None else (model,))
     names = tuple(name for name in names if mesh.shape[name] > 1 and name not in rows)
-    count = math.prod(mesh.shape[name] for name in names)
+    count = parts_over(mesh, names)
     # If the query heads are not split, every device needs all KV heads.
     splits_queries = num_heads % count == 0
     heads = math.gcd(num_kv_heads, count) if splits_queries else 1
     rest = count // heads
-    of_batch = batch // math.prod(mesh.shape[name] for name in rows)
+    of_batch = batch // parts_over(mesh, rows)
     parts = (rest, 1) if of_batch % rest == 0 else (1, rest)
     return CacheLayout(mesh, rows, names, heads, *parts, splits_queries)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...elsewhere import either
 from ...graph.device import DeviceRef
+from ...graph.ops.normalization import normalised
 from ...graph.value import TensorValue, wraps
 from ...graph.weight.weight import Weight
 from ..layer import Module
@@ -75,7 +76,7 @@ class LayerNorm(ReplicatedLayer, Module):
         dtype = self.compute_dtype.np
         weight = _row(self.weight, array.ndim, dtype)
         weight = weight + self.weight_offset if self.weight_offset else weight
-        y = _normalised(array.astype(dtype), -1, self.eps) * weight
+        y = normalised(array.astype(dtype), -1, self.eps) * weight
         if self.bias is not None:
             y = y + _row(self.bias, array.ndim, dtype)
         return _like(x, y.astype(array.dtype))
@@ -184,7 +185,7 @@ class ConstantLayerNorm(Module):
                 f"ConstantLayerNorm over {self.dims} was given an array of shape {array.shape}"
             )
         axes = tuple(range(-len(self.dims), 0))
-        y = _normalised(array.astype(jnp.float32), axes, self.eps)
+        y = normalised(array.astype(jnp.float32), axes, self.eps)
         return _like(x, y.astype(array.dtype))
 
 
@@ -245,7 +246,7 @@ class GroupNorm(ReplicatedLayer, Module):
         # One axis becomes two, and no more: with Explicit axes JAX refuses other reshapes of what is split.
         divided = (shape[0], self.num_groups, self.num_channels // self.num_groups, *shape[2:])
         groups = array.astype(jnp.float32).reshape(divided)
-        y = _normalised(groups, tuple(range(2, groups.ndim)), self.eps).reshape(shape)
+        y = normalised(groups, tuple(range(2, groups.ndim)), self.eps).reshape(shape)
         if self.weight is not None and self.bias is not None:
             column = (1, self.num_channels, *(1,) * (array.ndim - 2))
             y = y * jnp.asarray(self.weight).astype(jnp.float32).reshape(column)
@@ -255,13 +256,6 @@ class GroupNorm(ReplicatedLayer, Module):
     def initializer(self, name: str) -> Any:
         """No change after normalising: a weight of one, and a bias of zero."""
         return jax.nn.initializers.zeros if name == "bias" else jax.nn.initializers.ones
-
-
-def _normalised(x: jax.Array, axes: int | tuple[int, ...], eps: float) -> jax.Array:
-    """``x`` with mean 0 and variance 1 (up to eps) over ``axes``; two passes avoid cancellation."""
-    centred = x - jnp.mean(x, axis=axes, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + eps)
 
 
 def _like(x: Any, y: jax.Array) -> Any:

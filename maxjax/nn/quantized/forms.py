@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from ...dtype import DType
+from ...errors import shown
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,10 @@ class QuantState:
             found = state.get(key)
             found = tuple(found) if isinstance(found, list) else found
             if found != value or type(found) is not type(value):
-                raise ValueError(f"'{name}' must have {key} {value!r}, not {str(found)[:80]!r}")
+                raise ValueError(f"'{name}' must have {key} {value!r}, not {shown(found)}")
         offset = state.get("nested_offset", 0.0)
         if type(offset) not in (int, float) or not abs(offset) < 1e30:
-            raise ValueError(f"'{name}' has the nested_offset {str(offset)[:80]!r}, not a number")
+            raise ValueError(f"'{name}' has the nested_offset {shown(offset)}, not a number")
         stored = np.zeros(self.SIZE, np.uint8)
         stored[:4] = np.array([offset], np.float32).view(np.uint8)
         stored[4 : 4 + len(text)] = np.frombuffer(text, np.uint8)

@@ -28,7 +28,7 @@ from .search import (
     linear,
     linear_integers,
     nearest,
-    positive,
+    non_negative,
     total,
 )
 
@@ -153,8 +153,8 @@ def _rounded(a: Arrays, factors: Any, top: int) -> tuple[Any, Any]:
 def _searched(a: Arrays, search: Affine, weights: Any, top: int) -> tuple[Any, Any, Any, Any]:
     """The scales and minima as bytes of 0 to ``top``, d and dmin, with the least weighted error."""
     sums = total(a, weights)[0]
-    d, scales = positive(a, search.scale[0], sums, top)
-    dmin, minima = positive(a, -search.minimum[0], sums, top)
+    d, scales = non_negative(a, search.scale[0], sums, top)
+    dmin, minima = non_negative(a, -search.minimum[0], sums, top)
     bytes_of = (one.astype(np.uint8) for one in (scales, minima))
     return *bytes_of, d[0].astype(np.float16), dmin[0].astype(np.float16)
 

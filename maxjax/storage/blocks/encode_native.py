@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ...native_library import VARIABLE, find_or_build
+from ...native_library import function
 
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., int], str] | None:
     """The compiled function and its level, or None without the library."""
-    path = None if os.environ.get(VARIABLE) == "off" else find_or_build()[0]
-    if path is None:
-        return None
-    try:
-        library = ctypes.CDLL(str(path))  # its functions release the GIL
-        function, level = library.maxjax_encode_blocks, library.maxjax_encode_level
-    except (OSError, AttributeError):
-        return None
-    function.restype, level.restype = ctypes.c_int, ctypes.c_char_p
     text, pointer, number = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [text, text, pointer, pointer, number, number, pointer]
-    return function, level().decode()
+    types = [text, text, pointer, pointer, number, number, pointer]
+    return function(
+        "maxjax_encode_blocks", "maxjax_encode_level", ctypes.c_int, types, compile=True
+    )
 
 
 def level() -> str:

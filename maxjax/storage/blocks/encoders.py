@@ -78,7 +78,7 @@ def encode(
         >>> encode("Q8_0", np.arange(32, dtype=np.float32) - 15)[:6].view(np.int8)
         array([   8,   48, -119, -111, -103,  -95], dtype=int8)
     """
-    layout = _layout(encoding)
+    layout = encoder_layout(encoding)
     if values.dtype != np.float32:
         raise TypeError(f"values to encode as {encoding} must be float32, got {values.dtype}")
     if not values.shape or values.shape[-1] % layout.elements:
@@ -124,11 +124,15 @@ def _checked(importance: np.ndarray, values: np.ndarray) -> np.ndarray:
     return wide
 
 
-def _layout(encoding: str) -> BlockLayout:
+def encoder_layout(encoding: str) -> BlockLayout:
+    """The layout of a block type that can be written.
+
+    Raises:
+        NotImplementedError: it cannot.
+    """
     if encoding not in ENCODERS:
-        known = ", ".join(sorted(ENCODERS))
         raise NotImplementedError(
-            f"cannot encode blocks of type {encoding!r}; supported are {known}"
+            f"cannot encode blocks of type {encoding!r}; supported are {', '.join(ENCODERS)}"
         )
     return LAYOUTS[encoding]
 

@@ -219,7 +219,7 @@ def linear(a: Arrays, x: Any, weights: Any, top: int) -> LinearCode:
     return LinearCode(xp.where(is_zero, zero, scale), inverse, is_zero)
 
 
-def positive(a: Arrays, x: Any, weights: Any, top: int) -> tuple[Any, Any]:
+def non_negative(a: Arrays, x: Any, weights: Any, top: int) -> tuple[Any, Any]:
     """A scale for the non-negative numbers along the first axis, and their integers, int32 of 0 to ``top``."""
     xp, zero = a.np, np.float32(0)
     high = xp.maximum(xp.max(x, axis=0, keepdims=True), zero)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import UserInputError, printable
+from ...errors import UserInputError
+from ...rendering.row import short
 
 _MAX_CHARACTERS = 1 << 20  # published templates have some thousands
 # Steps are counted; this is for what is not known to take long, and far more than a busy machine needs.
@@ -84,7 +85,7 @@ def rendered(template: str, values: Mapping[str, Any]) -> ChatText:
     except Exception as caught:  # objects in the messages may raise anything
         found, error = None, f"failed: {type(caught).__name__}: {caught}"
     if found is None:
-        raise UserInputError(_line(f"the chat template {error}"))
+        raise UserInputError(short(f"the chat template {error}".replace("\n", " "), 500))
     return found
 
 
@@ -122,11 +123,6 @@ def _sandbox() -> Any:
 @lru_cache(16)
 def _compiled(template: str) -> Any:
     return _sandbox().compiled(template)
-
-
-def _line(text: str) -> str:
-    text = text if len(text) <= 500 else f"{text[:500]}…"
-    return printable(text.replace("\n", " "))
 
 
 def plain(value: Any) -> Any:

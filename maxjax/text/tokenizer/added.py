@@ -299,7 +299,7 @@ def _numbered(
 
 def _warn(unmet: Mapping[str, int], path: Any) -> None:
     if unmet:
-        listed = [f"{text[:80]!r} ({number})" for text, number in unmet.items()]
+        listed = [f"{shown(text)} ({number})" for text, number in unmet.items()]
         _LOG.warning(
             "%s: these added tokens do not get the ids that the files give them, because another"
             " token has the id or the vocabulary has another id for them: %s",

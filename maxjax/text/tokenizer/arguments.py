@@ -34,13 +34,13 @@ def checked_texts(texts: Any, which: str = "texts") -> list[str]:
         TypeError: ``texts`` is a single text or a dict, or an item is not a str; the message names it.
         UserInputError: a text is not valid Unicode.
     """
-    listed = _items(texts, which, "a list of str")
+    listed = items_of(texts, which, "a list of str", _hint(texts))
     return [_text(item, f"{which}[{i}]", "a str") for i, item in enumerate(listed)]
 
 
 def checked_pairs(pairs: Any, which: str = "pairs") -> list[tuple[str, str]]:
     """Return the pairs of texts as a list of tuples, after a check of each. The errors are as in ``checked_texts``."""
-    listed = _items(pairs, which, "a list of pairs of texts, [(a, b), …]")
+    listed = items_of(pairs, which, "a list of pairs of texts, [(a, b), …]", _hint(pairs))
     return [
         _pair(item, f"{which}[{i}]", "a pair of texts, (a, b)") for i, item in enumerate(listed)
     ]
@@ -48,7 +48,9 @@ def checked_pairs(pairs: Any, which: str = "pairs") -> list[tuple[str, str]]:
 
 def checked_texts_or_pairs(texts: Any, which: str = "texts") -> list[str | tuple[str, str]]:
     """Return texts and pairs of texts as a list, after a check of each. The errors are as in ``checked_texts``."""
-    listed = _items(texts, which, "a list of texts or of pairs of texts, [(a, b), …]")
+    listed = items_of(
+        texts, which, "a list of texts or of pairs of texts, [(a, b), …]", _hint(texts)
+    )
     wanted = "a text or a pair of texts, (a, b)"
     return [
         (_text if isinstance(item, str) else _pair)(item, f"{which}[{i}]", wanted)
@@ -56,14 +58,14 @@ def checked_texts_or_pairs(texts: Any, which: str = "texts") -> list[str | tuple
     ]
 
 
-def _items(given: Any, which: str, wanted: str) -> list[Any]:
-    """Return the items of what a caller gave; a dict or bytes have none that are texts."""
+def items_of(given: Any, which: str, wanted: str, hint: str = "") -> list[Any]:
+    """Return the items of a list that a caller gave; a text, bytes or a dict are none."""
     items = None
     if not isinstance(given, (str, bytes, bytearray, Mapping)):
         with suppress(TypeError):  # as of an array without dimensions
             items = iter(given)
     if items is None:
-        raise TypeError(f"{which} must be {wanted}, not {type(given).__name__}{_hint(given)}")
+        raise TypeError(f"{which} must be {wanted}, not {type(given).__name__}{hint}")
     return list(items)
 
 
@@ -84,7 +86,7 @@ def _pair(pair: Any, which: str, wanted: str) -> tuple[str, str]:
     if isinstance(pair, (tuple, list)) and len(pair) != 2:
         raise TypeError(f"{which} has {len(pair)} items: it must be {wanted}")
     try:
-        first, second = _items(pair, which, wanted)
+        first, second = items_of(pair, which, wanted, _hint(pair))
     except (TypeError, ValueError):
         hint = _hint(pair) if isinstance(pair, Mapping) else ""
         raise TypeError(f"{which} is a {type(pair).__name__}, not {wanted}{hint}") from None

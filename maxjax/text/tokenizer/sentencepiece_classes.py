@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointFormatError, CheckpointLimitError, UnsupportedModelError
+from ...errors import CheckpointFormatError, CheckpointLimitError, UnsupportedModelError, shown
 from ...models.gguf.tokenizer.bpe import cuts
 from ...models.gguf.tokenizer.tokens import CONTROL, UNKNOWN, USER, added, document
 
@@ -127,7 +127,7 @@ class SentencePieceClass:
         marks = {name.rpartition(":")[0] for name in f"{single} {pair}".split()} - {"$A", "$B"}
         if missing := sorted(marks - ids.keys()):
             raise CheckpointFormatError(
-                f"the special token {missing[0][:60]!r} is not in the vocabulary", path=pieces.path
+                f"the special token {shown(missing[0])} is not in the vocabulary", path=pieces.path
             )
         steps = parts["normalizers"]
         normalizer = {"type": "Sequence", "normalizers": steps} if steps else None
@@ -323,7 +323,7 @@ def _known(pieces: Pieces, default: str, codes: tuple[str, ...]) -> str:
 
 def _unknown_language(path: Any, language: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{path}: the files of the tokenizer do not list the language {language[:60]!r} (src_lang): put the "
+        f"{path}: the files of the tokenizer do not list the language {shown(language)} (src_lang): put the "
         "model's tokenizer.json beside it. To load the model without it: maxjax.load(…, tokenizer=False)."
     )
 

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointFormatError, CheckpointMissingError, UnsupportedModelError, some
+from ...errors import (
+    CheckpointFormatError,
+    CheckpointMissingError,
+    UnsupportedModelError,
+    shown,
+    some,
+)
 from ...models.config import read_object
 from ...models.gguf.tokenizer.splits import BYTE_LEVEL_DECODER, SPLITTINGS
 from ...storage.files import is_there, read_whole
@@ -274,9 +280,9 @@ def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
     for token, number in vocab.items():
         if type(number) is not int or not 0 <= number < 1 << 31:
             raise CheckpointFormatError(
-                f"the id of the token {token[:80]!r} is not a valid number",
+                f"the id of the token {shown(token)} is not a valid number",
                 path=pairs,
-                found=str(number)[:80],
+                found=shown(number),
             )
     found = []
     for number, line in enumerate(_lines(merges), 1):
@@ -288,13 +294,13 @@ def _bpe(pairs: Path, merges: Path) -> dict[str, Any]:
                 f"line {number} is not a merge",
                 path=merges,
                 expected="two tokens",
-                found=repr(line)[:80],
+                found=shown(line),
             )
         missing = [text for text in (*parts, "".join(parts)) if text not in vocab]
         if missing:
             raise CheckpointFormatError(
                 f"line {number} has a token that is not in {VOCAB}", path=merges,
-                found=repr(missing[0])[:80],
+                found=shown(missing[0]),
                 hint="The two files are of different tokenizers: use files of the same one.",
             )  # fmt: skip
         found.append(parts)

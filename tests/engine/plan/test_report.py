@@ -532,7 +532,7 @@ def test_a_mesh_of_a_topology(kind, hbm):
 @pytest.mark.parametrize(
     "mesh",
     ["model", "model=", "model=x", "model=0", "model=-1", "model=2,model=4", "model=2;data=2", "",
-     "modle=2", "model=2,tp=2", {}, {"model": 0}, {"model": True}, {"model": 2.0}, {"row": 2},
+     "modle=2", "model=2,tp=2", {}, {"model": 0}, {"model": True}, {"model": 2.0}, {"row": 2, "column": 2},
      "model=99999999999"],
 )  # fmt: skip
 def test_a_mesh_that_is_none(mesh):
@@ -545,6 +545,17 @@ def test_a_mesh_may_be_text_sizes_or_abstract():
     assert one == plan(mlp(), {"model": 2, "data": 2})
     assert one == plan(mlp(), AbstractMesh((2, 2), ("model", "data")))
     assert plan(mlp(), {"model": 4096, "data": 1024}).devices == 1 << 22
+
+
+def test_the_only_axis_of_a_mesh_may_have_any_name():
+    one, other = plan(mlp(), {"x": 4}), plan(mlp(), {"model": 4})
+    assert one == plan(mlp(), "x=4") == plan(mlp(), AbstractMesh((4,), ("x",)))
+    assert one.bytes_per_device == other.bytes_per_device < plan(mlp()).bytes_per_device
+    says = (
+        r"no axis 'x': axes are data \(dp, batch\), .*model \(tp, tensor, mp\); a single axis may"
+    )
+    with pytest.raises(UserInputError, match=says):
+        plan(mlp(), {"x": 4, "model": 2})
 
 
 @pytest.mark.fast("options0", "options5")

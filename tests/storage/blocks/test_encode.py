@@ -391,7 +391,7 @@ def test_a_last_axis_without_whole_blocks(name, shape):
 
 @pytest.mark.parametrize("name", ["Q8_K", "IQ4_NL", "F16", "q4_k", ""])
 def test_types_that_are_not_written(name):
-    with pytest.raises(NotImplementedError, match=f"'{name}'; supported are MXFP4, "):
+    with pytest.raises(NotImplementedError, match=f"'{name}'; supported are Q4_0, "):
         encode(name, np.zeros(256, np.float32))
 
 

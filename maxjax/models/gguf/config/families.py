@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CheckpointFormatError
+from ....errors import CheckpointFormatError, shown
 from ...find import text_of
 from ...multimodal import deepstack_layers, rope_sections
 from ...registry import gguf_model_types, gguf_of, of_model_type
@@ -88,6 +88,16 @@ class FamilyConfig:
         return [hasattr(config, "is_sparse") and config.is_sparse(i) for i in range(count)]
 
     @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads."""
+        return self.config.num_attention_heads
+
+    @property
     def kv_heads(self) -> int:
         """The number of KV heads."""
         return self._first("num_key_value_heads", "num_attention_heads")
@@ -146,7 +156,7 @@ def read_config(config: Mapping[str, Any], *, path: Any = None) -> FamilyConfig:
     kind = config.get("model_type")
     if not isinstance(kind, str) or (architecture := gguf_of(kind)) is None:
         known = ", ".join(gguf_model_types())
-        what = f"model_type {str(kind)[:80]!r} in a GGUF file (maxjax supports {known})"
+        what = f"model_type {shown(kind)} in a GGUF file (maxjax supports {known})"
         raise unsupported(what, path)
     family = next(of_model_type(kind)).config
     values = {**family.defaults(), **config}

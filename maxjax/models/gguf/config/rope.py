@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CheckpointFormatError, UserInputError
+from ....errors import CheckpointFormatError, UserInputError, shown
 from ....nn.rope_scaling import (
     LinearScalingParams,
     Llama3RopeScalingParams,
@@ -75,7 +75,7 @@ def rope_scaling(
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return _yarn(given, factor) | (_mscale(given, log_multiplier) if log_multiplier else {})
-    raise given.unsupported(f"rope scaling of type {kind[:80]!r}")
+    raise given.unsupported(f"rope scaling of type {shown(kind)}")
 
 
 def _yarn(given: Settings, factor: float) -> dict[str, Any]:

@@ -20,28 +20,13 @@ from ....storage.boxes import whole
 from ...find import find_family
 from ...names import Names
 from ..config.families import FamilyConfig, read_config
-from ..layouts import Grouped, Layout, Permuted, Plus, Same, Transposed
-from ..names import (
-    ARCHITECTURES,
-    GATES,
-    GROUPS,
-    KEYS,
-    NO_SUFFIX,
-    NORM_GROUPS,
-    QUERIES,
-    STACK,
-    UPS,
-    Source,
-    check_shape,
-)
+from ..layouts import Layout
+from ..names import ARCHITECTURES, Entry, Source, TensorNames, check_shape
 from ..sources import Relaid, Stacked, read_box
-from ..state_layouts import Flat, Taps
 from ..table import GGUFTable
 from .read import DTYPES_KEY, EXACT_KEY, NARROW
 from .types import Traits, is_wide
 
-# The number of a layer or of an expert in a name.
-_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])")
 # Learned weights of a model without a head that llama.cpp does not use.
 _UNUSED = {
     "bert": re.compile(r"pooler\..*"),
@@ -63,16 +48,6 @@ class GGUFTensors(NamedTuple):
     tensors: dict[str, WeightData]
     metadata: dict[str, Any]
     left_out: tuple[str, ...]
-
-
-class FilePlace(NamedTuple):
-    """A tensor's place in the GGUF file; ``layer`` and ``expert`` are -1 if it belongs to none."""
-
-    layer: int
-    order: int
-    name: str
-    layout: Layout
-    expert: int
 
 
 def gguf_tensors(
@@ -110,28 +85,28 @@ def gguf_tensors(
     """
     model = read_config(config, path=path)
     architecture, tied = model.architecture, model.settings.get("tie_word_embeddings") is True
-    names = _names_of(config, path)
-    spelled = {names.written_name(name): name for name in tensors}
-    left_out = [name for name in tensors if names.model_name(name) is None]
-    tensors = names.canonical(tensors)
+    family_names = _names_of(config, path)
+    spelled = {family_names.written_name(name): name for name in tensors}
+    left_out = [name for name in tensors if family_names.model_name(name) is None]
+    tensors = family_names.canonical(tensors)
     table = model.table
     if table is not None and table.split is not None:
         tensors = table.split(model.config, tensors)
     metadata, narrow = {}, []
     if table is not None and table.numbers:
         tensors, metadata, narrow = _listed(table, model, tensors, path)
-    known = _known(architecture)
-    places: dict[str, FilePlace] = {}
+    names = TensorNames(ARCHITECTURES[architecture], model)
+    places: dict[str, Entry] = {}
     unknown = []
-    table = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
-    embedding = tensors.get(table)
+    embedding_name = ARCHITECTURES[architecture]["token_embd"][0].name + ".weight"
+    embedding = tensors.get(embedding_name)
     head = "classifier.weight"
-    has_head = head in tensors and _place(known, head, model) is not None
+    has_head = head in tensors and names.entry_of(head) is not None
     unused = None if has_head else _UNUSED.get(architecture)
     for name, data in tensors.items():
         is_tied = tied and name == "lm_head.weight"
         # A file may hold either of the two.
-        place = _place(known, table if is_tied and embedding is None else name, model)
+        place = names.entry_of(embedding_name if is_tied and embedding is None else name)
         is_copy = is_tied and embedding is not None and same_values(data, embedding)
         if is_copy or (unused is not None and unused.fullmatch(name)):
             left_out.append(spelled.get(name, name))
@@ -150,7 +125,7 @@ def gguf_tensors(
         found[name] = WeightData.from_numpy(divisors, name)
     metadata |= {DTYPES_KEY: widened + narrow} if widened + narrow else {}
     for name, place in places.items():
-        exact = None if place.layout.keeps_values else _rounded(tensors[name], place.layout)
+        exact = None if place.layout.keeps_values else _rounded(tensors[name], place.layout.back())
         if exact is not None:
             metadata[EXACT_KEY + name] = exact
     return GGUFTensors(found, metadata, tuple(left_out))
@@ -162,7 +137,7 @@ def _names_of(config: Mapping[str, Any], path: Any) -> Names:
     return (family.body or family).names.of_body()
 
 
-def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, FilePlace]:
+def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Entry]:
     """The places in a GGUF file of those tensors of a checkpoint that have one.
 
     Args:
@@ -173,12 +148,12 @@ def gguf_places(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Fi
         UnsupportedModelError: the architecture has no table.
     """
     model = read_config(config)
-    known = _known(model.architecture)
-    table = _names_of(config, None)
+    table = TensorNames(ARCHITECTURES[model.architecture], model)
+    family_names = _names_of(config, None)
     places = {}
     for name in names:
-        written = table.written_name(name)
-        place = None if written is None else _place(known, written, model)
+        written = family_names.written_name(name)
+        place = None if written is None else table.entry_of(written)
         if place is not None:
             places[name] = place
     return places
@@ -210,11 +185,9 @@ def gguf_shapes(
     model = read_config(config)
     names, found = {}, {}
     for name, place in gguf_places(config, shapes).items():
-        names[name] = place.name
-        found[place.name] = (*(() if place.expert < 0 else (model.experts,)), *shapes[name])
-    heads, kv_heads = model.config.num_attention_heads, model.kv_heads
-    layers = model.config.num_hidden_layers
-    traits = Traits.of(model.architecture, layers, model.experts, heads, kv_heads)
+        names[name] = place.tensor
+        found[place.tensor] = (*(() if place.expert < 0 else (model.experts,)), *shapes[name])
+    traits = Traits.of(model.architecture, model.layers, model.experts, model.heads, model.kv_heads)
     return names, found, traits
 
 
@@ -252,65 +225,6 @@ def _listed(
     return rest, lists, narrow
 
 
-# --- names --------------------------------------------------------------------------------------
-
-
-def _known(architecture: str) -> dict[str, tuple[int, str, Layout | str]]:
-    """Hugging Face's name with ``*`` and ``#`` → (order in the file, GGUF's name, layout)."""
-    found = {}
-    for order, (key, rules) in enumerate(ARCHITECTURES[architecture].items()):
-        for rule in rules:
-            # maxjax does not write experts one by one, or gate and up as one tensor, as some writers do.
-            if "#" not in key and rule.layout not in (GATES, UPS):
-                suffix = "" if rule.only == NO_SUFFIX else rule.only
-                found[rule.name] = (order, f"{key}.{suffix}" if rule.only else key, rule.layout)
-    return found
-
-
-def _place(
-    known: Mapping[str, tuple[int, str, Layout | str]], name: str, model: FamilyConfig
-) -> FilePlace | None:
-    """A tensor's place in the file; None if its name is unknown."""
-    suffix = name.rpartition(".")[2]
-    numbers = [int(n) for n in _NUMBER.findall(name)]
-    marks = iter("*#")
-    generic = _NUMBER.sub(lambda _: next(marks, "?"), name)
-    entry = known.get(generic)  # for tensors without a suffix in the checkpoint or in the file
-    if entry is None and suffix in ("weight", "bias"):
-        entry = known.get(generic.removesuffix(f".{suffix}"))
-    else:
-        suffix = ""
-    if entry is None or (not suffix) != entry[1].endswith((".weight", ".bias", ".scale", ".")):
-        return None
-    order, key, what = entry
-    layer = numbers[0] if numbers else -1
-    expert = numbers[1] if len(numbers) > 1 else -1
-    if layer >= model.config.num_hidden_layers or expert >= model.experts:
-        return None
-    return FilePlace(
-        layer,
-        order,
-        key.replace("*", str(layer)).removesuffix(".") + (f".{suffix}" if suffix else ""),
-        _inverse(what, suffix, model),
-        expert,
-    )
-
-
-def _inverse(what: Layout | str, suffix: str, model: FamilyConfig) -> Layout:
-    if what == QUERIES:
-        return Permuted(model.config.num_attention_heads).back()
-    if what == KEYS:
-        return Permuted(model.kv_heads).back()
-    if what == GROUPS:
-        return Grouped(model.config.num_attention_heads, model.kv_heads).back()
-    if what == NORM_GROUPS:
-        return Flat(model.norm_groups).back()
-    if what == STACK or (suffix == "bias" and isinstance(what, (Transposed, Plus, Taps))):
-        return Same()
-    assert isinstance(what, Layout)
-    return what.back()
-
-
 def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
     """Checks that all layers of a kind have the same tensors, and that stacks have all experts."""
     count = model.config.num_hidden_layers
@@ -318,7 +232,7 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
     for place in places:
         if place.layer >= 0:
             layers[place.layer].add(
-                (place.name.replace(f"blk.{place.layer}.", "", 1), place.expert)
+                (place.tensor.replace(f"blk.{place.layer}.", "", 1), place.expert)
             )
     empty = [i for i, names in layers.items() if not names]
     if empty:
@@ -343,14 +257,14 @@ def _check_layers(places: Any, model: FamilyConfig, path: Any) -> None:
 
 def _file_tensors(
     tensors: Mapping[str, WeightData],
-    places: Mapping[str, FilePlace],
+    places: Mapping[str, Entry],
     model: FamilyConfig,
     path: Any,
 ) -> tuple[dict[str, WeightData], list[str]]:
     """(The file's tensors, "name=dtype" of each tensor that was widened)."""
     groups: dict[str, list[str]] = {}
     for name in sorted(places, key=lambda name: places[name]):
-        groups.setdefault(places[name].name, []).append(name)
+        groups.setdefault(places[name].tensor, []).append(name)
     sources: dict[str, WeightData] = {}
     moved: dict[str, Source] = {}
     stacks: dict[str, list[WeightData]] = {}
@@ -370,7 +284,7 @@ def _file_tensors(
         elif len(each) > 1:
             raise CheckpointFormatError(f"{some(names)} are both the tensor {new!r}", path=path)
         else:
-            sources[new], moved[new] = each[0], Source(new, places[names[0]].layout)
+            sources[new], moved[new] = each[0], Source(new, places[names[0]].layout.back())
     return _relaid(groups, sources, moved, stacks, path), widened
 
 

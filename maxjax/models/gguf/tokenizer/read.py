@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CheckpointFormatError, UserInputError, some
+from ....errors import CheckpointFormatError, UserInputError, shown, some
 from ....storage.strict_json import load_json
 from ..metadata import MAX_ADDED, MAX_TOKENS, Settings
 from .bpe import ENDS, byte_level, merged_pieces, sentencepiece
@@ -71,7 +71,7 @@ def tokenizer_json(
     kind = given.text("model")
     if kind not in _KINDS:
         raise given.unsupported(
-            f"the tokenizer {kind[:80]!r} (tokenizer.ggml.model; maxjax supports {some(list(_KINDS))})"
+            f"the tokenizer {shown(kind)} (tokenizer.ggml.model; maxjax supports {some(list(_KINDS))})"
         )
     _check_counts(given)
     return _KINDS[kind](given)

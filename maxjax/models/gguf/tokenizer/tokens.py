@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ....errors import CheckpointFormatError
+from ....errors import CheckpointFormatError, shown
 from ..metadata import Settings, token_id
 
 # tokenizer.ggml.token_type
@@ -50,7 +50,7 @@ def vocabulary(tokens: list[str], path: Any) -> dict[str, int]:
     for i, token in enumerate(tokens):
         if token and vocab.setdefault(token, i) != i:
             raise CheckpointFormatError(
-                f"'tokenizer.ggml.tokens' has the token {token[:80]!r} twice",
+                f"'tokenizer.ggml.tokens' has the token {shown(token)} twice",
                 path=path,
                 found=f"numbers {vocab[token]} and {i}",
             )
