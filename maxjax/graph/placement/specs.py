@@ -82,7 +82,9 @@ def place(
         rule = _split_of(name, tuple(shape), wanted, mesh)
     try:
         return rule.place(mesh, shape, block, count)
-    except (IndexError, ValueError, NotImplementedError) as error:
+    except IndexError as error:
+        raise UserInputError(f"weight '{name}' of {error}") from None
+    except (ValueError, NotImplementedError) as error:
         raise UserInputError(f"weight '{name}': {error}") from None
 
 

@@ -228,7 +228,7 @@ class Split:
         if self.axis is None:
             return None
         if not -len(shape) <= self.axis < len(shape):
-            raise IndexError(f"a weight of shape {tuple(shape)} has no axis {self.axis} to split")
+            raise IndexError(f"shape {tuple(shape)} has no axis {self.axis} to split")
         size = shape[self.axis]
         if not isinstance(size, (int, StaticDim)):
             raise TypeError(
