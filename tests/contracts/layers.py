@@ -18,6 +18,8 @@ Then, where the layer needs them:
 * ``values``: functions of the random values of some weights, such as a variance, which is positive.
 * ``without``: the contracts that do not apply, each with the reason. They run all the same and must fail: if
   one of them passes, the row says less than the layer can do.
+* ``is_typical``: whether the default set of tests runs a stack of these layers through all contracts as well. Of
+  other layers that is a campaign.
 
 Inputs have 32 features where a linear layer takes them: a block of a quantised weight.
 """
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,6 +39,8 @@ from maxjax.graph import BufferValue, DeviceRef, ShardingStrategy, TensorValue, 
 from maxjax.nn.attention import MultiheadAttention
 from maxjax.nn.kv_cache import KVCacheInputsPerDevice, MHAKVCacheParams, MLAKVCacheParams
 from maxjax.nn.moe import Experts, SigmoidTopKRouter, StackedMoE
+from maxjax.nn.ssm.convolution import CausalConv
+from maxjax.nn.ssm.gated_norm import GatedNorm
 from maxjax.nn.transposed_linear import TransposedLinear
 from tests.contracts import references as ref
 from tests.nn.layers import CPU, filled, random
@@ -52,6 +57,7 @@ class Row:
     split: Sequence[str] = ()
     values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
+    is_typical: bool = False
 
     def filled(self, seed: int = 0) -> tuple[nn.Module, dict[str, np.ndarray]]:
         """The layer with random weights, and those weights in float64 by name."""
@@ -65,6 +71,7 @@ class Row:
 
 B, T, E = 2, 4, 32  # sequences, tokens, features
 X = random(B, T, E)
+HEADS = random(B, T, 2, 8)
 ROWS = X.reshape(B * T, E)
 IDS = np.array([[1, 0, 7, 7], [3, 2, -1, 5]], np.int32)
 CHOSEN, SHARES = np.array([[0, 2]] * 4 + [[3, 2]] * 4, np.int32), random(B * T, 2, seed=2)
@@ -121,6 +128,17 @@ def named(w, x):
     return ref.rms_norm(ref.below(w, "last.1."), x)
 
 
+class WithKey(nn.Module):
+    """A Dropout that is called with a key."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def __call__(self, x):
+        return self.dropout(x, jax.random.key(7))
+
+
 class OverPages(nn.Module):
     """Attention over a paged cache, which is empty: each row of the batch is a sequence."""
 
@@ -165,6 +183,58 @@ def in_attention(reference):
     return lambda w, x: reference(ref.below(w, "attention."), x)
 
 
+# --- stacks of layers --------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """A model that has only this layer."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def __call__(self, *inputs):
+        return self.layer(*inputs)
+
+
+class Stack(nn.Module):
+    """The results of stacked layers for one input."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        super().__init__()
+        self.layers = nn.LayerList(map(Holder, layers)).stack()
+
+    def __call__(self, *inputs):
+        return self.layers.scan(jnp.zeros(()), call=of_layer, inputs=inputs)[1]
+
+
+def of_layer(layer, carry, inputs):
+    return carry, layer(*inputs)
+
+
+def stack_of(row: Row, count: int = 2) -> Row:
+    """A row for a stack of layers, made from the row of one."""
+
+    def reference(w, *inputs):
+        results = []
+        for i in range(count):
+            own = ref.below(w, f"layers.{i}.")
+            own = {name.removeprefix("layer."): value for name, value in own.items()}
+            results.append(row.reference(own, *inputs))
+        return jax.tree.map(lambda *each: np.stack(each), *results)
+
+    return Row(
+        f"stack-{row.name}",
+        lambda: Stack([row.make() for _ in range(count)]),
+        row.inputs,
+        reference,
+        split=[f"*{pattern}" for pattern in row.split],
+        values={f"layers.{i}.layer.{n}": f for i in range(count) for n, f in row.values.items()},
+        without=row.without,
+        is_typical=row.is_typical,
+    )
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 LAYERS = [
@@ -186,7 +256,7 @@ LAYERS = [
     Row("StackedLinear", lambda: nn.StackedLinear(E, [8, 4], ["a", "b"], has_bias=True), (X,), ref.together("a", "b")),
     Row("StackedLinear-stacked", lambda: nn.StackedLinear(E, [8, 4], ["a", "b"], stacked=True), (X,), ref.linear),
     Row("MLP", lambda: nn.MLP("float32", None, E, 64, has_bias=True), (X,), ref.mlp,
-        split=("gate_proj.*", "up_proj.*", "down_proj.weight")),
+        split=("gate_proj.*", "up_proj.*", "down_proj.weight"), is_typical=True),
     Row("FusedMLP", lambda: nn.FusedMLP("float32", E, 64, [CPU]), (X,), ref.fused_mlp),
     Row("Sequential", lambda: nn.Sequential([nn.Linear(E, E), nn.Linear(E, 8)]), (X,), ref.in_turn(2)),
     Row("LayerStack", lambda: nn.LayerList([nn.Linear(E, E, has_bias=True) for _ in range(3)]).stack(), (X,),
@@ -225,8 +295,11 @@ LAYERS = [
         without=NO_LINEAR),
     Row("GRU", lambda: nn.GRU(3, 5, num_layers=2), (random(B, T, 3),), ref.gru(2, 5), without=NO_LINEAR),
     # attention
-    Row("RotaryEmbedding", lambda: nn.RotaryEmbedding(16, 2, 1e4, 8), (random(B, T, 2, 8),), lambda w, x: ref.rope(x),
+    Row("RotaryEmbedding", lambda: nn.RotaryEmbedding(16, 2, 1e4, 8), (HEADS,), lambda w, x: ref.rope(x),
         without=NO_LINEAR),
+    Row("Llama3RotaryEmbedding", lambda: nn.Llama3RotaryEmbedding(16, 2, 1e4, 8, interleaved=False, scaling_params=
+                                                                  nn.LinearScalingParams(2.0)), (HEADS,),
+        lambda w, x: ref.rope(x, interleaved=False, stretch=2), without=NO_LINEAR),
     Row("MultiHeadAttention", lambda: nn.MultiHeadAttention(E, 4), (X,), ref.multi_head_attention(4)),
     Row("MultiheadAttention", lambda: MultiheadAttention(4, E, qkv_has_bias=True), (X,), ref.max_attention(4)),
     Row("AttentionWithRope", lambda: attention(num_key_value_heads=2, use_qk_norm=True), (X,),
@@ -256,6 +329,12 @@ LAYERS = [
     # others
     Row("HyperConnection", lambda: nn.HyperConnection(3, 2, CPU, hc_sinkhorn_iters=2), (random(B, 2, 3),),
         ref.hyper_connection(2, 2), without=NO_LINEAR),
-    Row("Dropout", lambda: nn.Dropout(0.5), (X,), lambda w, x: x, without=NO_LINEAR),
+    Row("CausalConv", lambda: CausalConv(6, 3, has_bias=True), (random(B, T, 6),), ref.causal_conv,
+        without=NO_LINEAR | {"tensor_value": "gives arrays only"}),
+    Row("GatedNorm", lambda: GatedNorm(8, DType.float32, 1e-5, groups=2), (random(B, T, 8), random(B, T, 8, seed=2)),
+        ref.gated_norm(2), without=NO_LINEAR),
+    Row("Dropout", WithKey, (X,), ref.dropout(0.5, 7), without=NO_LINEAR),
     Row("Identity", nn.Identity, (X,), lambda w, x: x, without=NO_LINEAR),
 ]  # fmt: skip
+
+STACKS = [stack_of(row) for row in LAYERS if "stack" not in row.without]

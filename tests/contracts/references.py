@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import numpy as np
 
 
@@ -256,10 +257,10 @@ def max_attention(count):
     return run
 
 
-def rope(x, theta=1e4, interleaved=True, frequencies=None):
+def rope(x, theta=1e4, interleaved=True, stretch=1):
     """``x`` [..., T, H, D], whose pairs of features are rotated as complex numbers."""
     half = x.shape[-1] // 2
-    frequencies = theta ** (-np.arange(half) / half) if frequencies is None else frequencies
+    frequencies = theta ** (-np.arange(half) / half) / stretch
     turn = np.exp(1j * np.arange(x.shape[-3])[:, None, None] * frequencies)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else np.split(x, 2, -1)
     z = (a + 1j * b) * turn
@@ -384,6 +385,33 @@ def stacked_moe(count):
 
 
 # --- others --------------------------------------------------------------------------------------
+
+
+def causal_conv(w, x):
+    """Each channel by its own kernel, and the last inputs."""
+    taps = w["weight"].shape[-1]
+    padded = np.pad(x, [(0, 0), (taps - 1, 0), (0, 0)])
+    y = sum(padded[:, k : k + x.shape[1]] * w["weight"][:, 0, k] for k in range(taps))
+    return y + w["bias"], padded[:, x.shape[1] :]
+
+
+def gated_norm(groups):
+    def run(w, x, gate):
+        parts = x.reshape(*x.shape[:-1], groups, -1)
+        y = parts / np.sqrt((parts**2).mean(-1, keepdims=True) + 1e-5)
+        return y.reshape(x.shape) * w["weight"] * silu(gate)
+
+    return run
+
+
+def dropout(p, seed):
+    """Drops the elements that JAX's generator chooses."""
+
+    def run(w, x):
+        kept = jax.random.bernoulli(jax.random.key(seed), 1 - p, x.shape)
+        return x * np.asarray(kept) / (1 - p)
+
+    return run
 
 
 def hyper_connection(streams, iterations, eps=1e-6):

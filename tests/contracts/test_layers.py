@@ -21,7 +21,7 @@ import maxjax
 from maxjax import nn
 from maxjax.engine import InferenceSession
 from maxjax.graph import Graph, TensorType, TensorValue
-from tests.contracts.layers import LAYERS
+from tests.contracts.layers import LAYERS, STACKS, Holder
 from tests.nn.layers import CPU
 
 TRACES = []
@@ -34,27 +34,23 @@ def compiled(layer, *inputs):
     return layer(*inputs)
 
 
-class Holder(nn.Module):
-    """A model that has only this layer."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def __call__(self, *inputs):
-        return self.layer(*inputs)
-
-
-def each_layer(test):
+def each_layer(test, rows=LAYERS):
     """Runs a contract over all rows. It must fail for rows that say that it does not apply."""
     contract = test.__name__.removeprefix("test_")
 
     def case(row):
         why = row.without.get(contract)
         marks = [] if why is None else [pytest.mark.xfail(reason=why)]
+        if row in STACKS:
+            marks.append(pytest.mark.slow if row.is_typical else pytest.mark.campaign)
         return pytest.param(row, id=row.name, marks=marks)
 
-    return pytest.mark.parametrize("row", [case(row) for row in LAYERS])(test)
+    return pytest.mark.parametrize("row", [case(row) for row in rows])(test)
+
+
+def each_layer_and_stack(test):
+    """Runs a contract over all rows, and over a stack of each layer."""
+    return each_layer(test, LAYERS + STACKS)
 
 
 def test_rows_say_what_there_is():
@@ -122,7 +118,7 @@ def stacked(*trees):
 # --- contracts ------------------------------------------------------------------------------------
 
 
-@each_layer
+@each_layer_and_stack
 def test_forward(row):
     """The layer computes its reference, in the types of its inputs."""
     layer, weights = row.filled()
@@ -144,7 +140,7 @@ def gradients(layer, inputs, factors):
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_grad(row):
     """Gradients by each weight and input are the slopes of the reference in random directions.
 
@@ -189,7 +185,7 @@ def test_grad(row):
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_vmap(row):
     """A layer is mapped over inputs, and a batch of layers over a batch of inputs."""
     layers, inputs = [row.filled(seed) for seed in (0, 1)], [other_inputs(row, i) for i in (1, 2)]
@@ -206,7 +202,7 @@ def test_vmap(row):
     close(of_one, stacked(*(expected(row, layers[0][1], x) for x in inputs)))
 
 
-@each_layer
+@each_layer_and_stack
 def test_jit(row):
     """Layers of equal structure share a program; one with another attribute has its own."""
     (first, of_first), (layer, of_layer) = row.filled(0), row.filled(1)
@@ -267,7 +263,7 @@ def test_stack(row):
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_lora(row):
     """A new adapter changes nothing; one with values adds ``scale · B @ A`` to a weight, also once it is merged."""
     layer, weights = row.filled()
@@ -291,7 +287,7 @@ def test_lora(row):
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_quantised(row):
     """A layer with weights in blocks of 8 bits computes with the values that the gguf library reads in them.
 
@@ -312,13 +308,13 @@ def test_quantised(row):
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_mesh(row):
     check_mesh(row, AxisType.Auto)
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_explicit_mesh(row):
     check_mesh(row, AxisType.Explicit)
 
@@ -344,7 +340,7 @@ def specs(inputs):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), list(inputs))
 
 
-@each_layer
+@each_layer_and_stack
 def test_lazy(row, tmp_path):
     """A program that is compiled from placeholders runs the weights that are loaded later."""
     weights, path = row.filled()[1], tmp_path / "model.safetensors"
@@ -360,7 +356,7 @@ def test_lazy(row, tmp_path):
     close(program(*row.inputs), expected(row, weights))
 
 
-@each_layer
+@each_layer_and_stack
 def test_save(row, tmp_path):
     """The safetensors library reads the names and the bytes that the layer had."""
     layer, weights = row.filled()
@@ -378,7 +374,7 @@ def is_value(x):
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_tensor_value(row):
     """TensorValues give TensorValues, of the same numbers as arrays."""
     layer, _ = row.filled()
@@ -389,7 +385,7 @@ def test_tensor_value(row):
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_graph(row):
     """A graph of the layer runs with weights from a registry."""
     layer, weights = row.filled()
@@ -404,7 +400,7 @@ def test_graph(row):
 
 
 @pytest.mark.slow
-@each_layer
+@each_layer_and_stack
 def test_copy(row):
     """A copy, and a pickled layer, have the values and programs of the layer, and weights of their own."""
     layer, before = row.filled()[0], row.filled()[0].state_dict()
