@@ -1,6 +1,8 @@
 """The base class Module, its containers, and the layers that models are made of, under MAX's names.
 
-Names are imported on first use.
+Layers take sizes first; dtype (float32) and device (the CPU) have defaults: ``nn.Linear(3, 2, bias=True)``. What only
+files of Modular MAX need, such as ``kernels``, ``comm`` and ``transformer``, is in packages and modules whose
+docstrings begin by saying so. Names are imported on first use.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
