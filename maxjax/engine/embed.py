@@ -22,7 +22,7 @@ from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool, unit
 from ..models.weights import check_loaded, shardings_of
-from ..nn.layer.observe.programs import is_observed, tapped
+from ..nn.layer.observe.programs import tapped
 from ..nn.layer.walk import check_module
 from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
@@ -192,10 +192,10 @@ def pooled_rows(
         batch_size=batch_size, limit=limit, facts=facts, **settings,
     )  # fmt: skip
     if not found:
-        width = jax.eval_shape(
+        vectors, _ = jax.eval_shape(
             partial(_encode, **settings), model, tokenizer.pad([], MIN_LENGTH, 1)
-        ).shape[1]
-        return np.zeros((0, width), np.float32)
+        )
+        return np.zeros((0, vectors.shape[1]), np.float32)
     result = np.empty((len(rows), found[0][1].shape[1]), np.float32)
     for batch, vectors in found:
         result[batch.members] = vectors[batch.slots]
@@ -220,7 +220,7 @@ def _encode(
     answers: tuple[int, int] | None = None,
     patches: Any = (),
 ) -> Any:
-    """The vectors; for a model that is observed, the vectors and what was recorded."""
+    """The vectors, and what captures of the model have recorded."""
     dtype = DType.of(getattr(model, "reduce_dtype", DType.float32)).np
     if isinstance(batch, PackedTokens):
         output, taps = encoder_output(model, batch, patches)
@@ -252,7 +252,7 @@ def _encode(
         pooled = (logits[:, answers[0]] - logits[:, answers[1]])[:, None]
     pooled = pooled.astype(jnp.float32)  # [B, d]
     pooled = pooled if gathered is None else with_sharding(pooled, gathered)
-    return (pooled, taps) if is_observed(model) else pooled
+    return pooled, taps
 
 
 def _pooled(

@@ -18,7 +18,6 @@ from ..kernels import explicit
 from ..lockstep import Lockstep
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
-from ..nn.layer.observe.programs import is_observed
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .heads import check_head, check_lengths, listed_texts
 from .rows import RowBatch, encoder_output, run_rows, text_limit
@@ -137,7 +136,7 @@ def _best_tokens(
     gathered: NamedSharding | None = None,
     patches: Any = (),
 ) -> Any:
-    """The probabilities and ids of the best tokens for each mask, ``[B, M, top]``."""
+    """The probabilities and ids of the best tokens for each mask, ``[B, M, top]``, and what was recorded."""
     batch, places = tokens
     output, taps = encoder_output(model, batch, patches)
     # The logits of all tokens would be as large as the vocabulary for each of them.
@@ -154,7 +153,7 @@ def _best_tokens(
     found = explicit.automatic(best, explicit.mesh_of(logits), wanted)(logits)
     if gathered is not None:
         found = [with_sharding(one, gathered) for one in found]
-    return (tuple(found), taps) if is_observed(model) else tuple(found)
+    return tuple(found), taps
 
 
 def _filled(

@@ -16,7 +16,6 @@ from ..graph.placement.arrays import with_sharding
 from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.weights import check_loaded
-from ..nn.layer.observe.programs import is_observed
 from ..nn.layer.walk import check_module
 from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
@@ -121,7 +120,7 @@ def _token_logits(
     found = tuple(getattr(output, field).astype(jnp.float32) for field in fields)  # [B, T, …]
     if gathered is not None:
         found = tuple(with_sharding(one, gathered) for one in found)
-    return (found, taps) if is_observed(model) else found
+    return found, taps
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.weights import check_loaded, model_facts, shardings_of
-from ..nn.layer.observe.programs import ProgramObserver, is_observed, tapped
+from ..nn.layer.observe.programs import ProgramObserver, tapped
 from ..nn.layer.walk import check_module
 from ..progress import compiling, task
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
@@ -234,10 +234,9 @@ def _losses(
     gathered: NamedSharding | None,
     patches: Any = (),
 ) -> Any:
-    """The negative log-likelihood of each target, float32 ``[B, T]``.
+    """The negative log-likelihood of each target, float32 ``[B, T]``, and what captures of the model have recorded.
 
-    Logits are computed for ``chunk`` tokens of every window at a time. For a model that is observed,
-    the result is a pair of the losses and what was recorded.
+    Logits are computed for ``chunk`` tokens of every window at a time.
     """
     run = lambda: model.states(ids, lengths=counts)
     states, taps = tapped(model, patches, run)  # [B, T, E]
@@ -261,7 +260,7 @@ def _losses(
     found = jax.lax.map(losses, (chunks(states), chunks(targets)))  # [n, B, chunk]
     found = jnp.moveaxis(found, 0, 1).reshape(ids.shape[0], -1)[:, :length]
     found = found if gathered is None else with_sharding(found, gathered)
-    return (found, taps) if is_observed(model) else found
+    return found, taps
 
 
 def _chunk(batch: int, length: int, vocab_size: int) -> int:

@@ -103,7 +103,7 @@ def prefill(
     """Runs the chunk ``ids`` ``[B, T]``, and samples the first token of rows whose prompt ends here.
 
     Returns:
-        The state; for a model that is observed (``nn/layer/observe``), the state and what was recorded.
+        The state, and what captures of the model have recorded (``nn/layer/observe``).
     """
     (logits, cache), taps = tapped(
         model, patches, lambda: model(ids, state.cache, lengths=counts, last=True)
@@ -116,7 +116,7 @@ def prefill(
         return jnp.where(ends if new.ndim == 1 else ends[:, None], new, old)
 
     state = _resharded(state._replace(first=jax.tree.map(pick, sampled, state.first)), shardings)
-    return (state, taps) if is_observed(model) else state
+    return state, taps
 
 
 @partial(jax.jit, static_argnames=("settings", "shardings"), donate_argnums=1)
@@ -133,8 +133,8 @@ def decode(
     """Generates token by token until every row is done, but at most ``steps`` tokens.
 
     Returns:
-        The state and the DispatchTokens; for a model that is observed, this pair and what was recorded,
-        whose first axis is the step, of length ``MAX_STEPS``.
+        The state and the DispatchTokens; and what captures of the model have recorded, whose first axis is the
+        step, of length ``MAX_STEPS``.
     """
     batch = state.last.shape[0]
     samples = jax.tree.map(
@@ -176,7 +176,7 @@ def decode(
     state = _resharded(state, shardings)
     written = DispatchTokens(samples.tokens, counts, state.done, state.bad, samples)
     result = state, jax.tree.map(lambda a: _replicated(a, shardings), written)
-    return (result, recorded) if is_observed(model) else result
+    return result, recorded
 
 
 def _choose(

@@ -67,8 +67,7 @@ class ProgramObserver:
 
         Args:
             together: lockstep call of several processes to which the dispatch belongs (``lockstep.py``).
-            program: jitted function that takes ``patches=`` and, for an observed model, returns
-                its result and the taps.
+            program: jitted function that takes ``patches=``, and returns its result and the taps.
             rows, width: attributes of the :class:`Piece`.
             counts: function from the result to the number of tokens of each row.
             keeps: whether the recorded values are passed on; not those of tokens that are read again.
@@ -85,16 +84,14 @@ class ProgramObserver:
                 "around them"
             )
         observers = current_observers(self._model)
-        if not observers:
-            return together.run(program, self._model, *args, **static)
-        if together.is_shared:
+        if observers and together.is_shared:
             raise UnsupportedModelError(
                 "capturing and patching a model that several processes share"
             )
         plans = plans_of(observers, self._model)
         copy, patches = marked_by(self._model, plans), tuple(plans.values())
         result, taps = together.run(program, copy, *args, patches=patches, **static)
-        if not keeps:
+        if not observers or not keeps:
             return result
         # A capture that observes again after other dispatches begins another run.
         self._recordings = {
