@@ -342,6 +342,24 @@ def checked_integer(name: str, value: Any, least: int = 1, most: int | None = No
     return number
 
 
+def one_of(name: str, value: Any, choices: Iterable[Any]) -> Any:
+    """An argument, which must be one of the choices.
+
+    Raises:
+        UserInputError: it is none of them.
+
+    Example:
+        >>> one_of("bias", "some", ["none", "all"])
+        Traceback (most recent call last):
+        maxjax.errors.UserInputError: bias must be one of 'none', 'all', not 'some'
+    """
+    if value not in (listed := list(choices)):
+        raise UserInputError(
+            f"{name} must be one of {', '.join(map(repr, listed))}, not {shown(value)}"
+        )
+    return value
+
+
 def closest(name: str, names: Iterable[str]) -> str | None:
     """The only one of ``names`` that begins with ``name``, or the most similar, or None if none is close.
 

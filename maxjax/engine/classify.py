@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, checked_integer, releasing
+from ..errors import checked_integer, one_of, releasing
 from ..lockstep import Lockstep
 from ..models import LanguageModel
 from ..models.pooling import Pooling
@@ -16,9 +16,9 @@ from ..models.weights import shardings_of
 from ..text.tokenizer.arguments import checked_texts_or_pairs
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .embed import pooled_rows
-from .heads import check_head, check_lengths, softmax
+from .heads import check_head, softmax
 from .rerank import ACTIVATIONS
-from .rows import text_limit
+from .rows import check_lengths, text_limit
 
 _FUNCTIONS = {**ACTIVATIONS, "softmax": softmax}
 # The function for each "problem_type" of a config.json.
@@ -77,9 +77,8 @@ def classify(
     """
     for name in unknown:
         raise unknown_argument(classify, name)
-    if activation not in (None, *_FUNCTIONS):
-        known = ", ".join(map(repr, _FUNCTIONS))
-        raise UserInputError(f"activation must be one of {known}, not {activation!r}")
+    if activation is not None:
+        one_of("activation", activation, _FUNCTIONS)
     batch_size = checked_integer("batch_size", batch_size)
     top = None if top is None else checked_integer("top", top)
     with Lockstep("classify", shardings_of(model)) as together, releasing():

@@ -15,7 +15,13 @@ from jax.sharding import NamedSharding
 
 from ..dtype import DType
 from ..elsewhere import unknown_argument
-from ..errors import UnsupportedModelError, UserInputError, checked_integer, releasing, shown
+from ..errors import (
+    UnsupportedModelError,
+    UserInputError,
+    checked_integer,
+    one_of,
+    releasing,
+)
 from ..graph.placement.arrays import with_sharding
 from ..graph.placement.specs import mesh_of
 from ..lockstep import Lockstep
@@ -28,7 +34,7 @@ from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .isolation import isolated
 from .packing import PackedTokens, places
-from .rows import MIN_LENGTH, encoder_output, run_rows, text_limit
+from .rows import MIN_LENGTH, check_lengths, encoder_output, run_rows, text_limit
 
 
 def embed(
@@ -286,9 +292,7 @@ def _pooling(model: Any, given: Any) -> Pooling:
     check_loaded(model)
     default = getattr(model, "pooling", None)
     if isinstance(given, str):
-        if given not in POOLINGS:
-            known = ", ".join(map(repr, POOLINGS))
-            raise UserInputError(f"pooling={shown(given)} is not one of {known}")
+        one_of("pooling", given, POOLINGS)
         given = replace(default or Pooling(), modes=(given,), unsupported=None)
     elif given is not None and not isinstance(given, Pooling):
         raise UserInputError(f"pooling must be a name or a Pooling, not {type(given).__name__}")
@@ -325,10 +329,5 @@ def _rows(
     if prompt or pooling.lower_case:
         texts = [pooling.cased(prompt + text) for text in checked_texts(texts)]
     rows = tokenizer.tokens(texts, max_length=limit if truncate else None)
-    for i, row in enumerate(rows):
-        if len(row.ids) > limit:
-            raise UserInputError(
-                f"texts[{i}] has {len(row.ids)} tokens and the model takes {limit}: "
-                "shorten it, or pass truncate=True"
-            )
+    check_lengths(rows, limit, "shorten it, or pass truncate=True")
     return rows

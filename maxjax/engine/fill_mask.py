@@ -19,8 +19,8 @@ from ..lockstep import Lockstep
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
-from .heads import check_head, check_lengths, listed_texts
-from .rows import RowBatch, encoder_output, run_rows, text_limit
+from .heads import check_head, listed_texts
+from .rows import RowBatch, check_lengths, encoder_output, run_rows, text_limit
 from .sampling.draw import largest
 
 

@@ -70,15 +70,6 @@ def listed_texts(texts: str | Iterable[str]) -> tuple[list[str], bool]:
     return checked_texts([texts] if isinstance(texts, str) else texts), is_single
 
 
-def check_lengths(rows: list[Encoding], limit: int, hint: str) -> None:
-    """Raises an error for a text that has more tokens than the model takes."""
-    for i, row in enumerate(rows):
-        if len(row.ids) > limit:
-            raise UserInputError(
-                f"texts[{i}] has {len(row.ids)} tokens and the model takes {limit}: {hint}"
-            )
-
-
 def token_logits(
     model: Any,
     tokenizer: Tokenizer,

@@ -23,7 +23,7 @@ from ..nn.layer.walk import check_module
 from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
 from .embed import pooled_rows
-from .rows import text_limit
+from .rows import check_lengths, text_limit
 
 _PLACES = ("{query}", "{document}")
 ACTIVATIONS = {"sigmoid": lambda x: np.exp(-np.logaddexp(0, -x)), "linear": lambda x: x}
@@ -118,12 +118,8 @@ def rerank(
             asked = settings.cased(settings.before(None) + query)
             pairs = [(asked, settings.cased(document)) for document in documents]
             rows = tokenizer.pairs(pairs, max_length=limit if truncate else None)
-        for i, row in enumerate(rows):
-            if len(row.ids) > limit:
-                hint = "shorten it" + ("" if by_answer or template else ", or pass truncate=True")
-                raise UserInputError(
-                    f"the query with documents[{i}] has {len(row.ids)} tokens and the model takes {limit}: {hint}"
-                )
+        hint = "shorten it" + ("" if by_answer or template else ", or pass truncate=True")
+        check_lengths(rows, limit, hint, "the query with documents")
         found = pooled_rows(
             model, tokenizer, rows, together, ("reranking {:,} texts", " texts"),
             batch_size=batch_size, limit=limit, pooling=Pooling(modes), head=True, **options,

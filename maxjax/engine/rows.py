@@ -5,7 +5,7 @@ So few programs are compiled, whatever the texts are. An encoder's short texts l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -232,3 +232,12 @@ def _at_least(number: int, start: int, factor: int) -> int:
     while start < number:
         start *= factor
     return start
+
+
+def check_lengths(rows: Sequence[Any], limit: int, hint: str, which: str = "texts") -> None:
+    """Raises an error for a text that has more tokens than the model takes."""
+    for i, row in enumerate(rows):
+        if len(row.ids) > limit:
+            raise UserInputError(
+                f"{which}[{i}] has {len(row.ids)} tokens and the model takes {limit}: {hint}"
+            )

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..elsewhere import unknown_argument
-from ..errors import UserInputError, checked_integer, releasing, shown, some
+from ..errors import UserInputError, checked_integer, one_of, releasing, shown, some
 from ..lockstep import Lockstep
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
-from .heads import check_head, check_lengths, listed_texts, softmax, token_logits
-from .rows import text_limit
+from .heads import check_head, listed_texts, softmax, token_logits
+from .rows import check_lengths, text_limit
 
 _AGGREGATIONS = ("none", "simple", "first", "average", "max")
 
@@ -81,9 +81,7 @@ def tag(
     """
     for name in unknown:
         raise unknown_argument(tag, name)
-    if aggregation not in _AGGREGATIONS:
-        known = ", ".join(map(repr, _AGGREGATIONS))
-        raise UserInputError(f"aggregation must be one of {known}, not {aggregation!r}")
+    one_of("aggregation", aggregation, _AGGREGATIONS)
     if stride is not None and aggregation == "none":
         raise UserInputError("stride needs an aggregation other than 'none'")
     batch_size = checked_integer("batch_size", batch_size)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from ..dtype import DType
 from ..elsewhere import unknown_argument
 from ..engine.isolation import isolated
-from ..errors import UserInputError, checked_integer
+from ..errors import UserInputError, checked_integer, one_of
 from ..graph.placement.specs import names_in, spec_of
 from ..graph.weight.weight import Weight
 from ..models.weights import check_loaded, named_dtype
@@ -98,8 +98,7 @@ def add(
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
     if not is_number or not abs(alpha) <= sys.float_info.max:
         raise UserInputError(f"alpha must be a number, not {alpha!r}")
-    if bias not in BIASES:
-        raise UserInputError(f"bias must be one of {', '.join(map(repr, BIASES))}, not {bias!r}")
+    one_of("bias", bias, BIASES)
     kind = update_dtype(dtype)
     check_module(model, "lora.add")
     names = chosen(model, patterns)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import UserInputError, shown
+from ..errors import UserInputError, one_of, shown
 from ..nn.activation import ACTIVATIONS
 
 
@@ -274,10 +274,7 @@ def similarity(a: Any, b: Any, pooling: Pooling | str | None = None) -> np.ndarr
     name = (
         pooling if isinstance(pooling, str) else "cosine" if pooling is None else pooling.similarity
     )
-    if name not in SIMILARITIES:
-        raise UserInputError(
-            f"the similarity {shown(name)} is not one of {', '.join(map(repr, SIMILARITIES))}"
-        )
+    one_of("the similarity", name, SIMILARITIES)
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise UserInputError(f"embeddings are [n, E] and [m, E], not {a.shape} and {b.shape}")

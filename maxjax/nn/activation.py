@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import closest
+from ..errors import closest, one_of
 
 Activation = Callable[[Any], jax.Array]
 
@@ -193,9 +193,7 @@ class GatedActivation:
     gated_activation_fn: Callable[[Any, int], Any] | None = None
 
     def __post_init__(self) -> None:
-        name = self.fused_activation
-        if name not in _GATED:
-            raise ValueError(f"fused_activation must be one of {', '.join(_GATED)}, not {name!r}")
+        name = one_of("fused_activation", self.fused_activation, _GATED)
         given = {one for one in ("alpha", "limit") if getattr(self, one)}
         if extra := given - _GATED[name]:
             raise ValueError(f"the activation {name!r} does not take {' and '.join(sorted(extra))}")

@@ -112,7 +112,10 @@ def test_without_files_it_must_be_said(tmp_path, capsys):
     np.testing.assert_array_equal(
         last, embed(model, tokenizer, TEXTS, pooling=Pooling(("lasttoken",)))
     )
-    for wrong, message in (("las", "is not one of 'cls'"), (3, "must be a name or a Pooling")):
+    for wrong, message in (
+        ("las", "pooling must be one of 'cls'"),
+        (3, "must be a name or a Pooling"),
+    ):
         with pytest.raises(UserInputError, match=message):
             embed(model, tokenizer, TEXTS, pooling=wrong)
     from maxjax.cli import application as cli

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...errors import one_of
 from ..operands import widely
 from .lift import array, boolean, canonical, floating, lift, numeric
 
@@ -206,7 +207,5 @@ def gelu(x: Any, approximate: str = "none") -> Any:
     Raises:
         ValueError: the approximation is unknown.
     """
-    if approximate not in _GELU:
-        known = ", ".join(map(repr, _GELU))
-        raise ValueError(f"approximate must be one of {known}, not {approximate!r}")
+    one_of("approximate", approximate, _GELU)
     return widely(_GELU[approximate])(floating(x, "gelu"))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...errors import one_of
 from ..symbolic import to_sizes
 from .lift import array, floating, lift, rounded, sizing, wide
 
@@ -85,7 +86,7 @@ def resize_nearest(
     """
 
     def along(x: jax.Array, axis: int, new: int) -> jax.Array:
-        coordinates = _look_up(_ROUNDINGS, round_mode, "round_mode")(
+        coordinates = _ROUNDINGS[one_of("round_mode", round_mode, _ROUNDINGS)](
             _coordinates(x, axis, new, coordinate_transform_mode)
         )
         return jnp.take(x, _clamped(coordinates, x.shape[axis]), axis)
@@ -185,14 +186,8 @@ def _resized(
 
 
 def _coordinates(x: jax.Array, axis: int, new: int, mode: int) -> np.ndarray:
-    coordinates = _look_up(_COORDINATES, mode, "coordinate_transform_mode")
+    coordinates = _COORDINATES[one_of("coordinate_transform_mode", mode, _COORDINATES)]
     return coordinates(np.arange(new), x.shape[axis], new)
-
-
-def _look_up(table: dict[int, Any], key: int, name: str) -> Any:
-    if key not in table:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, table))}, not {key!r}")
-    return table[key]
 
 
 def _clamped(coordinates: np.ndarray, size: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...dtype import DType
-from ...errors import CheckpointMismatchError, UserInputError
+from ...errors import CheckpointMismatchError, one_of
 from ...graph.weights import WeightData
 from ...rendering.row import short
 from ..parts.rotary import rope_settings
@@ -83,11 +83,7 @@ def gguf_metadata(
     keys = gguf_settings(model, path)
     if pooling is not None:
         numbers = {text: number for number, text in POOLING.items()}
-        if pooling not in numbers:
-            raise UserInputError(
-                f"pooling is {pooling!r}: it must be one of {', '.join(filter(None, numbers))}"
-            )
-        keys["pooling_type"] = numbers[pooling]
+        keys["pooling_type"] = numbers[one_of("pooling", pooling, filter(None, numbers))]
     labels: Mapping[int, str] | None = getattr(model.config, "id2label", None)
     if labels is not None and f"{CLASSIFIER}.weight" in tensors:
         # llama.cpp makes a head of as many labels as there are names: of one without them.

@@ -217,8 +217,9 @@ class ArchitectureConfig(ModelConfig):
 
     def _check_activation(self) -> None:
         """Raise ValueError if an activation function is not known."""
-        names = ("hidden_act", "hidden_activation", "activation_function", "activation")
-        for name in (*names, "mlp_hidden_act", "mamba_hidden_act"):
+        names = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act",
+                 "mamba_hidden_act", "pooler_hidden_act", "classifier_activation")  # fmt: skip
+        for name in names:
             act = getattr(self, name, None)
             if act is not None and act not in ACTIVATIONS:
                 known = ", ".join(ACTIVATIONS)

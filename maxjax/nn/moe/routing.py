@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...errors import one_of
 from ...kernels import explicit
 
 # "softmax of near" counts scores whose distance from a score is at most this share of the larger magnitude.
@@ -82,8 +83,7 @@ class Routing:
     best_of_group: int = 2
 
     def __post_init__(self) -> None:
-        if self.shares not in SHARES:
-            raise ValueError(f"shares must be one of {', '.join(SHARES)}, not {self.shares!r}")
+        one_of("shares", self.shares, SHARES)
         if not 1 <= self.chosen_groups <= self.groups:
             raise ValueError(
                 f"a token chooses from {self.chosen_groups} of {self.groups} groups of experts: it must "
