@@ -137,8 +137,8 @@ def _entries(counts: Heads, transposed: tuple[str, ...]) -> Iterator[tuple[str, 
             split = Split(int(side == "in"), _segments(what, counts), what == "halves", over=over)
             if side in ("table", "head"):
                 split = dataclasses.replace(split, fallback=1, fsdp=1 if side == "table" else None)
-            for name, own in split.of_linear(int(layer in transposed)).items():
-                yield f"{layer}.{name}", own
+            for name, one in split.of_linear(int(layer in transposed)).items():
+                yield f"{layer}.{name}", one
 
 
 def _segments(what: str, counts: Heads) -> tuple[Segment, ...]:
