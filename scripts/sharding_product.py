@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -391,6 +392,8 @@ def in_processes(names: Sequence[str], options: argparse.Namespace) -> int:
 
 def main() -> int:
     """Runs the models that the options choose."""
+    # Many sizes are chosen so that meshes do not divide them.
+    warnings.filterwarnings("ignore", "to.mesh. replicates", UserWarning)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a sample of half a minute")
     parser.add_argument("--whole", action="store_true", help="four ways on each mesh; an hour")

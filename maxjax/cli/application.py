@@ -15,6 +15,7 @@ import gc
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imports and traces make many objects that stay, which the collector would look through
         # again and again: a fifth of the time to the first token.
         gc.set_threshold(100_000)
+        # There is no line of the user's code that a warning could point at.
+        warnings.formatwarning = lambda message, *args, **kwargs: f"maxjax: warning: {message}\n"
     try:
         return _run(argv)
     except KeyboardInterrupt:

@@ -529,3 +529,13 @@ def test_what_was_meant():
     )
     assert fails("generate", "--file", "none") == "maxjax: none: No such file or directory\n"
     assert "model.embed_tokens.weight" in succeeds("inspect", "tiny")
+
+
+@pytest.mark.slow
+def test_a_warning_is_a_line_without_a_place_in_code():
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
+    found = maxjax("generate", "hi", "--mesh", "model=3", "--max-new-tokens", 1, env=env)
+    assert found.returncode == 0, found.stderr
+    lines = [line for line in found.stderr.splitlines() if "replicates" in line]
+    assert len(lines) == 1 and lines[0].startswith("maxjax: warning: to(mesh) replicates 8 weights")
+    assert "sys.exit" not in found.stderr
