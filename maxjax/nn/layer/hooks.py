@@ -7,6 +7,8 @@ Module's treedef, so programs compiled without hooks are not affected and are re
 The ``__call__`` of a class is a wrapper, which names the layer and runs hooks around the user's function. After an
 edit, IPython's ``%autoreload`` puts the user's new code into the wrapper itself: it would then run without names and
 hooks, and look up globals in maxjax. :func:`wrap_edited` makes a function of this code and wraps it again.
+A descriptor instead of the wrapper would not help: IPython sets the code of whatever object the class has, and
+where that fails it goes on with the old code.
 """
 
 from __future__ import annotations
