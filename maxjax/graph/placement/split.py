@@ -6,8 +6,8 @@ a number of devices, for ``Weight.shard``. Axes that do not divide evenly are re
 
 from __future__ import annotations
 
-import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -353,7 +353,10 @@ def _enter_fsdp(
     return f"axis {axis} over {fsdp}={n}"
 
 
-@functools.lru_cache(256)
+# For functions of strategies, while they live: shape and number of parts → the Split.
+_FOUND: weakref.WeakKeyDictionary[Any, dict[Any, Split | None]] = weakref.WeakKeyDictionary()
+
+
 def split_of_function(rule: Callable[..., Any], shape: tuple[int, ...], n: int) -> Split | None:
     """The Split of a rule that is a function, if its n parts are equal consecutive blocks of one axis; else None.
 
@@ -363,7 +366,16 @@ def split_of_function(rule: Callable[..., Any], shape: tuple[int, ...], n: int) 
         >>> split_of_function(lambda w, i, n: w[:, i * 3 : i * 3 + 3], (2, 6), 2)
         Split(axis=1, ...
     """
+    try:
+        found = _FOUND.setdefault(rule, {})
+    except TypeError:  # it has no hash, or no weak reference
+        found = {}
+    if (shape, n) not in found:
+        found[shape, n] = _compare(rule, shape, n)
+    return found[shape, n]
 
+
+def _compare(rule: Callable[..., Any], shape: tuple[int, ...], n: int) -> Split | None:
     def parts(index: Any) -> list[Any]:
         return [jnp.asarray(rule(to_value(index), i, n)) for i in range(n)]
 

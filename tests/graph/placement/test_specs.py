@@ -1,7 +1,9 @@
 """Placement: a wish and a mesh give a spec, and a reason."""
 
+import gc
 import os
 import re
+import weakref
 from pathlib import Path
 
 import jax
@@ -146,6 +148,32 @@ def test_a_large_weight_is_not_made_for_a_function():
     shape = (1 << 15, 1 << 12)  # 512 MiB of indices for each axis, and as much for their parts
     assert place("w", shape, rows, mesh(model=8)).spec == P("model", None)
     assert peak() - before < 256 << 20
+
+
+def test_a_function_is_compared_once_and_not_kept_alive():
+    calls = []
+    rows = lambda w, i, n: calls.append(i) or w[i * 4 : i * 4 + 4]
+    for _ in range(2):
+        place("w", (8, 3), S(2, rows), mesh(model=2))
+        found, calls = calls, []
+    assert found == []
+    alive = weakref.ref(rows)
+    del rows
+    gc.collect()
+    assert alive() is None
+
+
+class NoHash:
+    """A rule that cannot be a key of a cache."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, weight, i, n):
+        return weight[:, i * 3 : i * 3 + 3]
+
+
+def test_a_rule_without_a_hash_is_compared_too():
+    assert place("w", (8, 6), S(2, NoHash()), mesh(model=2)).spec == P(None, "model")
 
 
 def test_a_function_is_compared_inside_a_trace_too():
