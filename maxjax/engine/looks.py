@@ -19,8 +19,9 @@ from ..columns import columns
 from ..dtype import native
 from ..errors import UserInputError, some
 from ..graph import compile_cache
+from ..graph.kind import as_array
+from ..graph.operators import Operators
 from ..graph.placement.strategy import ShardingStrategy
-from ..graph.value import TensorValue, unwrap
 from ..graph.weight.rows import DELETED, TRACED, array_row, state_of
 from ..graph.weight.stacked import StackedWeight
 from ..graph.weight.weight import Weight
@@ -258,7 +259,7 @@ def look(what: Any, name: str = "") -> ArrayLook | TreeLook | ShardingDrawing:
 
 def _is_array(what: Any) -> bool:
     kinds = (
-        TensorValue,
+        Operators,
         Weight,
         WeightData,
         FileWeights,
@@ -321,7 +322,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
             if what.dtype.kind in "OUSMm" or what.dtype.names is not None:
                 return None, f"{what.dtype}{list(what.shape)}", "its values are no numbers", ()
             what = native(np.asarray(what))
-        array = what if isinstance(what, np.ndarray) else unwrap(what)
+        array = what if isinstance(what, np.ndarray) else as_array(what)
         if isinstance(array, QuantArray):
             _check(array.blocks, name)
             return array, f"{array.encoding}{list(array.shape)}", "", ()

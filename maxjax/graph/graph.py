@@ -22,7 +22,7 @@ from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row, counted, short
 from .arguments import TraceArguments, used_arguments, with_arguments
 from .buffer import BufferValue
-from .kind import returning_values
+from .kind import VALUES, computing_with
 from .reroll import reroll
 from .shape import Shape
 from .subgraph import Subgraph, check_arguments, is_input
@@ -246,7 +246,7 @@ class Graph(Rendered, metaclass=_Meta):
         block = greenlet.getcurrent()
         # Entered by hand: the block is the caller's.
         self._entered.enter_context(naming(self._sizes, self._scope))
-        self._entered.enter_context(returning_values(True))
+        self._entered.enter_context(computing_with(VALUES))
 
         def body(*tracers: Any) -> Any:
             self._arguments = TraceArguments()

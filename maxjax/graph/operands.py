@@ -225,6 +225,13 @@ def mean(x: jax.Array, axis: int, keepdims: bool = True) -> jax.Array:
     return jax.lax.div(total, jnp.full_like(total, count)).astype(x.dtype)
 
 
+def normalised(x: jax.Array, axes: int | tuple[int, ...], epsilon: float) -> jax.Array:
+    """Return ``x`` with mean 0 and variance 1 (up to epsilon) over ``axes``; two passes avoid cancellation."""
+    centred = x - jnp.mean(x, axis=axes, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + epsilon)
+
+
 def _wide_mean(x: jax.Array, axis: int, count: int) -> jax.Array:
     """The mean of integers whose sum may not fit into their dtype, along an axis that is removed.
 

@@ -21,7 +21,7 @@ from ..rendering.rendered import Rendered, summary
 from ..rendering.row import Row
 from .buffer import BufferValue
 from .graph import Graph, GraphWeight, program_row
-from .kind import returning_values
+from .kind import ARRAYS, computing_with
 from .operands import fitting
 from .placement.arrays import default_device
 from .placement.division import spec_text
@@ -382,7 +382,7 @@ class Trees:
 
     def __call__(self, *values: TensorValue) -> tuple[Any, ...]:
         args = jax.tree.unflatten(self.inputs, [unwrap(value) for value in values])
-        with returning_values(False):  # as in a call of the Module itself
+        with computing_with(ARRAYS):  # as in a call of the Module itself
             leaves, self.outputs = jax.tree.flatten(self._module(*args))
         return tuple(map(jnp.asarray, leaves))
 

@@ -48,7 +48,7 @@ class Subgraph:
         self.input_types = [type_of_input(f"subgraph '{name}'", leaf) for leaf in leaves]
         self.placeholders = [slot for slot in slots if isinstance(slot, str)]
         self._target, self._slots, self._templates = target, list(slots), list(templates)
-        self._outputs: dict[bool, list[TensorType]] = {}
+        self._outputs: dict[int, list[TensorType]] = {}
         self._types()
 
     @classmethod
@@ -69,9 +69,9 @@ class Subgraph:
         return list(self._types())
 
     def _types(self) -> list[TensorType]:
-        if KIND.values not in self._outputs:
-            self._outputs[KIND.values] = self._trace()
-        return self._outputs[KIND.values]
+        if KIND.now not in self._outputs:
+            self._outputs[KIND.now] = self._trace()
+        return self._outputs[KIND.now]
 
     def _trace(self) -> list[TensorType]:
         """Traces the layer for its output types; calls reuse the trace from JAX's cache."""
@@ -92,7 +92,7 @@ class Subgraph:
         return [TensorType(o.dtype, [to_dim(size) for size in o.shape], device) for o in outputs]
 
     def _run(self, weights: list[Any], inputs: list[Any]) -> list[Any]:
-        return _call(self._target, self._in_tree, KIND.values, weights, inputs)
+        return _call(self._target, self._in_tree, KIND.now, weights, inputs)
 
     def call(self, args: Sequence[Any], prefix: str) -> list[TensorValue]:
         """Runs it; see ``ops.call``."""
@@ -108,7 +108,7 @@ class Subgraph:
             stacks = [home[0].array() for home in homes if home is not None]
             others = [w.array() for w, home in zip(chosen, homes, strict=True) if home is None]
             place = np.int32(places.pop())
-            key = (self._target, self._in_tree, KIND.values, stacked)
+            key = (self._target, self._in_tree, KIND.now, stacked)
             outputs = _call_at(*key, stacks, place, others, flat)
         else:
             outputs = self._run([weight.array() for weight in chosen], flat)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import closest, one_of
+from ..graph.kind import as_array, on_arrays, to_value
 
 Activation = Callable[[Any], jax.Array]
 
@@ -148,9 +149,7 @@ def activation_function_from_name(name: str) -> Callable[[Any], Any]:
         >>> activation_function_from_name("relu")(TensorValue(jnp.array([-1.0, 2.0]))).shape
         [Dim(2)]
     """
-    from ..graph.ops.lift import lift
-
-    return lift(activation(name))
+    return on_arrays(activation(name))
 
 
 # The numeric settings that each gated activation accepts.
@@ -219,17 +218,13 @@ class GatedActivation:
         """``[…, 2 moe_dim]``, gates before up → ``[…, moe_dim]``; a TensorValue for a TensorValue."""
         if self.gated_activation_fn is not None:
             return self.gated_activation_fn(gate_up, moe_dim)
-        from ..graph.ops.lift import lift
-
-        return lift(lambda both: self._of_pair(both[..., :moe_dim], both[..., moe_dim:]))(gate_up)
+        return on_arrays(self._of_pair)(gate_up[..., :moe_dim], gate_up[..., moe_dim:])
 
     def of_pair(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """The same as a call, for gates and up projections ``[…, F]`` in separate arrays."""
         if self.gated_activation_fn is not None:
-            from ..graph.value import TensorValue, unwrap
-
-            both = TensorValue(jnp.concatenate([gate, up], axis=-1))
-            return unwrap(self.gated_activation_fn(both, gate.shape[-1]))
+            both = to_value(jnp.concatenate([gate, up], axis=-1))
+            return as_array(self.gated_activation_fn(both, gate.shape[-1]))
         return self._of_pair(gate, up)
 
     def _of_pair(self, gate: Any, up: Any) -> Any:

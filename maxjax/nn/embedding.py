@@ -11,15 +11,13 @@ import jax.numpy as jnp
 
 from ..dtype import DType
 from ..graph.device import DeviceRef
-from ..graph.ops import allreduce
-from ..graph.ops.collectives import distributed_broadcast
-from ..graph.placement.arrays import replicate_last_axis
+from ..graph.kind import on_arrays
+from ..graph.placement.arrays import beside, replicate_last_axis
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.specs import parts
 from ..graph.placement.split import TABLE
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
-from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import embed
 from .layer.sharded import sharded
@@ -76,8 +74,9 @@ class Embedding(LowRank):
             dtype, shape = DType.uint8, quantization_encoding.packed_shape(shape)
         self.weight = Weight(name or "weight", dtype, shape, device, quantization_encoding)
 
+    @on_arrays
     def __call__(self, indices: Any) -> Any:
-        """Integers ``[...]`` → ``[..., hidden_dim]`` in the dtype of the table; a TensorValue for a TensorValue.
+        """Integers ``[...]`` → ``[..., hidden_dim]`` in the dtype of the table.
 
         The table of a quantised layer gives float32.
         An index of -1 means the last row, as in NumPy. An index outside the table gives a row of
@@ -96,8 +95,7 @@ class Embedding(LowRank):
             found = self._looked_up(self.weight, rows)
         if self.lora is not None and not self.lora.merged:
             found = added(self, found, embed(jnp.asarray(self.lora_A).T, rows))
-        y = replicate_last_axis(found, self.weight)
-        return TensorValue(y) if wraps(indices) else y
+        return replicate_last_axis(found, self.weight)
 
     def _looked_up(self, table: Any, rows: jax.Array) -> jax.Array:
         if parts(self.weight, 0) > 1 and rows.size == 1:
@@ -183,6 +181,7 @@ class VocabParallelEmbedding(Embedding):
             self.sharding_strategy = ShardingStrategy.rowwise(self.num_devices)
             self.distributed_embeddings = self.shard(self.devices)
 
+    @on_arrays
     def __call__(self, indices: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
         """Looks up rows as Embedding does; with ``signal_buffers``, one for each device, returns a list of results.
 
@@ -199,7 +198,7 @@ class VocabParallelEmbedding(Embedding):
         if len(buffers) == 1:
             return [self._result(indices)]
         self.refuse_update("signal_buffers")
-        each = distributed_broadcast(indices, buffers)
+        each = [beside(jnp.asarray(indices), getattr(one, "value", one)) for one in buffers]
         rows, start, size = [], 0, int(self.weight.logical_shape[0])
         for shard, places in zip(self.distributed_embeddings, each, strict=True):
             count = int(shard.weight.shape[0])
@@ -209,7 +208,9 @@ class VocabParallelEmbedding(Embedding):
             beyond = (at < 0) | (at >= size)
             inside = (at >= start) & (at < start + count)
             local = jnp.where(inside, at - start, jnp.where(beyond, count, 0)).astype(at.dtype)
-            found = unwrap(shard._result(local))
-            rows.append(TensorValue(jnp.where((inside | beyond)[..., None], found, 0)))
+            rows.append(jnp.where((inside | beyond)[..., None], shard._result(local), 0))
             start += count
-        return allreduce.sum(rows, buffers)
+        total = rows[0]
+        for one in rows[1:]:
+            total = total + beside(one, total)
+        return [beside(total, one) for one in rows]

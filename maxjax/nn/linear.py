@@ -15,15 +15,13 @@ from ..absent import hides, refuse_arguments
 from ..dtype import DType
 from ..elsewhere import either
 from ..graph.device import DeviceRef
-from ..graph.operands import refuse_integers
-from ..graph.ops.collectives import allgather
-from ..graph.placement.arrays import replicate_last_axis
+from ..graph.kind import on_float_arrays
+from ..graph.placement.arrays import beside, replicate_last_axis
 from ..graph.placement.fsdp import can_be_in_place, in_place
 from ..graph.placement.mesh import TENSOR
 from ..graph.placement.split import COLUMNS, ROWS, TABLE, Split
 from ..graph.placement.strategy import ShardingStrategy
 from ..graph.quantization import QuantizationEncoding
-from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight
 from ..kernels import matmul
 from .activation import activation, clipped
@@ -108,25 +106,24 @@ class Linear(LowRank):
         if has_bias:
             self.bias = Weight(f"{prefix}bias", of_bias, (out_dim,), device)
 
+    @on_float_arrays
     def __call__(self, x: Any) -> Any:
-        """``[..., in_dim]`` → ``[..., out_dim]``, a TensorValue for a TensorValue.
+        """``[..., in_dim]`` → ``[..., out_dim]``.
 
         Raises:
             ValueError: the last axis of ``x`` is not ``in_dim`` long, or ``x`` is a TensorValue of integers.
         """
-        return self._result(x)
-
-    def _result(self, x: Any) -> Any:
-        weight: Any = self.weight
-        refuse_integers(x, weight)
-        if self.clip_weight is not None:
-            array = jnp.asarray(self.weight.operand())
-            weight = jnp.clip(array, -self.clip_weight, self.clip_weight)
-        y = add_bias(self.updated(self._product(x, weight), x), self.bias)
-        return TensorValue(y) if wraps(x) else y
+        weight = self.weight if self.clip_weight is None else self._clipped()
+        y = self._product(x, weight)
+        if self.lora is not None:
+            y = self.updated(y, x)
+        return y if self.bias is None else add_bias(y, self.bias)
 
     def _product(self, x: Any, weight: Any) -> Any:
         return matmul(x, weight)
+
+    def _clipped(self) -> Any:
+        return jnp.clip(jnp.asarray(self.weight.operand()), -self.clip_weight, self.clip_weight)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
@@ -171,21 +168,16 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
 
     Args:
         layers: Linears, or other callables that take ``x``.
-        x: ``[..., in_dim]``, a TensorValue or an array.
+        x: ``[..., in_dim]``.
 
     Returns:
         One array ``[..., out_dim]`` for each layer.
-
-    Raises:
-        ValueError: ``x`` is a TensorValue of integers.
     """
     # A hook must see every call, and a capture the call of each layer that it names.
     watched = hooks.token() or any(isinstance(a, Linear) and is_wanted(a) for a in layers)
     if watched or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
-        return [unwrap(layer(x)) for layer in layers]
-    for layer in layers:
-        refuse_integers(x, layer.weight)
-    results = all_updated(layers, x, matmul(unwrap(x), [layer.weight for layer in layers]))
+        return [layer(x) for layer in layers]
+    results = all_updated(layers, x, matmul(x, [layer.weight for layer in layers]))
     return [add_bias(y, layer.bias) for y, layer in zip(results, layers, strict=True)]
 
 
@@ -236,26 +228,30 @@ class ColumnParallelLinear(Linear):
             self.sharding_strategy = ShardingStrategy.rowwise(self.num_devices)
             self.distributed_linear_layers = self.shard(self.devices)
 
+    @on_float_arrays
     def __call__(self, x: Any, signal_buffers: Iterable[Any] | None = None) -> Any:
         """The result for ``x``, as from Linear; for a list with one tensor for each device, a list of results.
 
         Raises:
-            ValueError: the list does not have one tensor for each device.
+            ValueError: the list does not have one tensor for each device, or there is not one signal buffer for each.
             NotImplementedError: the layer has LoRA weights, which its parts on several devices do not have.
         """
         if not isinstance(x, list | tuple):
-            return self._result(x)
+            return Linear.__call__(self, x)
         if len(x) == 1:
-            return [self._result(x[0])]
+            return [Linear.__call__(self, x[0])]
         self.refuse_update("a call with one tensor for each device")
         if len(x) != len(self.devices):
             raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")
+        if signal_buffers is not None and (count := len(list(signal_buffers))) != len(x):
+            raise ValueError(f"{count} signal buffers for the {len(x)} devices of a layer")
         # Linear.__call__, as in MAX: a derived class may require signal buffers in its own __call__.
         found = [
             Linear.__call__(part, one)
             for part, one in zip(self.distributed_linear_layers, x, strict=True)
         ]
-        return allgather(found, signal_buffers, axis=-1)
+        joined = jnp.concatenate([beside(y, found[0]) for y in found], axis=-1)
+        return [beside(joined, y) for y in found]
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits rows, or columns where the rows do not divide evenly."""
@@ -263,7 +259,7 @@ class ColumnParallelLinear(Linear):
 
     def _product(self, x: Any, weight: Any) -> Any:
         # Otherwise, if the weight is split by columns, XLA would also split the features of the layers before.
-        x = replicate_last_axis(jnp.asarray(unwrap(x)), self.weight, 1)
+        x = replicate_last_axis(jnp.asarray(x), self.weight, 1)
         if weight is not self.weight or x.ndim < 2 or not can_be_in_place(weight, x):
             return matmul(x, weight)
         rows, columns = map(int, weight.logical_shape)
@@ -369,11 +365,12 @@ class MLP(Module):
         """
         return sharded(self, devices)
 
+    @on_float_arrays
     def __call__(self, x: Any) -> Any:
-        """``[..., hidden_dim]`` → the same shape; a TensorValue for a TensorValue."""
+        """``[..., hidden_dim]`` → the same shape."""
         gate, up = linears([self.gate_proj, self.up_proj], x)  # [..., feed_forward_length]
         h = gated(gate, up, self.activation_function, self.swiglu_limit)
-        return self.down_proj(TensorValue(h) if wraps(x) else h)
+        return self.down_proj(h)
 
 
 class FusedMLP(Module):
@@ -424,13 +421,13 @@ class FusedMLP(Module):
             )
             self.down_proj = Linear(feed_forward_length, hidden_dim, dtype, devices[0])
 
+    @on_float_arrays
     def __call__(self, x: Any) -> Any:
-        """``[..., hidden_dim]`` → the same shape; a TensorValue for a TensorValue."""
-        refuse_integers(x, self.gate_up_proj_fused)
-        gate_up = matmul(jnp.asarray(unwrap(x)), self.gate_up_proj_fused)
+        """``[..., hidden_dim]`` → the same shape."""
+        gate_up = matmul(jnp.asarray(x), self.gate_up_proj_fused)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         y = gated(gate, up, self.activation_function, self.swiglu_limit)
-        return self.down_proj(TensorValue(y) if wraps(x) else y)
+        return self.down_proj(y)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:

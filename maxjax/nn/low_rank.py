@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from ..dtype import DType, promote
 from ..errors import UserInputError
 from ..graph.placement.specs import PartOf
-from ..graph.value import unwrap
 from ..graph.weight.weight import Weight
 from ..kernels import matmul
 from .layer import Module
@@ -213,7 +212,7 @@ class LowRank(Module):
             return weight
         if lora.dora:
             self.refuse_update(f"{what}, and DoRA,")
-        a, b, dense = (jnp.asarray(unwrap(one)) for one in (self.lora_A, self.lora_B, weight))
+        a, b, dense = (jnp.asarray(one) for one in (self.lora_A, self.lora_B, weight))
         return summed(dense, a, b, lora.scale, 0).astype(dense.dtype)
 
     def refuse_update(self, what: str) -> None:
@@ -236,7 +235,7 @@ def all_updated(layers: Sequence[Any], x: Any, results: Sequence[jax.Array]) -> 
     chosen = [i for i, a in enumerate(layers) if a.lora_A is not None and not a.lora.merged]
     found = list(results)
     if chosen:
-        inner = matmul(unwrap(x), [layers[i].lora_A for i in chosen])  # [..., r]
+        inner = matmul(x, [layers[i].lora_A for i in chosen])  # [..., r]
         for i, h in zip(chosen, inner, strict=True):
             found[i] = added(layers[i], found[i], h)
     return found

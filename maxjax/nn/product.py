@@ -9,14 +9,13 @@ import jax.numpy as jnp
 
 from ..absent import hides, refuse_arguments
 from ..dtype import DType, promote
-from ..graph.operands import refuse_integers
-from ..graph.ops.packed import qmatmul
+from ..graph.kind import as_array, on_float_arrays
 from ..graph.quantization import QuantizationEncoding
-from ..graph.value import TensorValue, unwrap, wraps
-from ..kernels import matmul
+from ..kernels import QuantArray, matmul
 
 
 @hides("quant_config", "input_scale", "weight_scale", "weight_scale_2")
+@on_float_arrays
 def linear(
     x: Any,
     weight: Any,
@@ -44,18 +43,16 @@ def linear(
         [[3.0, 6.0]]
     """
     if quantization_encoding is not None:
-        return qmatmul(quantization_encoding, None, x, weight)
+        weight = QuantArray(jnp.asarray(weight), quantization_encoding.value)
     refuse_arguments("linear", quant_config=quant_config)
-    refuse_integers(x, weight)
-    y = matmul(jnp.asarray(unwrap(x)), weight)
-    return TensorValue(y) if wraps(x) or wraps(weight) else y
+    return matmul(jnp.asarray(x), weight)
 
 
 def add_bias(y: jax.Array, bias: Any) -> jax.Array:
     """``y + bias`` along the last axis, in the dtype of ``y``; ``y`` if there is no bias."""
     if bias is None:
         return y
-    bias = jnp.asarray(bias)
+    bias = jnp.asarray(as_array(bias))
     bias = bias.reshape((1,) * (y.ndim - 1) + bias.shape)
     if bias.dtype == y.dtype:
         return y + bias

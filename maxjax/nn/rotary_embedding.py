@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..absent import hides, refuse_arguments
-from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.kind import as_array, for_caller, for_max, on_arrays
 from . import rope_scaling
 from .layer import Module
 from .rope_scaling import DeepseekYarnRopeScalingParams as DeepseekYarnRopeScalingParams
@@ -43,7 +43,7 @@ def rotate(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> jax.Array:
     Raises:
         ValueError: ``D`` is not twice the number of angles, or ``x`` holds integers.
     """
-    x, cos, sin = unwrap(x), unwrap(cos), unwrap(sin)
+    x, cos, sin = map(as_array, (x, cos, sin))
     half = cos.shape[-1]
     if x.ndim < 3 or x.shape[-1] != 2 * half:
         raise ValueError(
@@ -129,16 +129,20 @@ class RotaryEmbedding(Module):
 
     def _angles(self, positions: jax.Array) -> jax.Array:
         """Positions ``[...]`` in float32 → angles ``[..., D/2]`` in radians."""
-        return _outer(positions, unwrap(self._compute_inv_freqs()))
+        return _outer(positions, self._inv_freqs())
 
+    def _inv_freqs(self) -> jax.Array:
+        with for_caller():  # a derived class may have its own
+            return as_array(self._compute_inv_freqs())
+
+    @for_max
     def _compute_inv_freqs(self) -> Any:
         """The frequency of each pair in radians per position, ``[D/2]``; a subclass may override it."""
-        freqs = rope_scaling.inv_freqs(self._width, self.theta, self.scaling_params)
-        return TensorValue(jnp.asarray(freqs))
+        return jnp.asarray(rope_scaling.inv_freqs(self._width, self.theta, self.scaling_params))
 
     def cos_sin(self, positions: Any) -> tuple[jax.Array, jax.Array]:
         """cos and sin of each pair's angle: positions ``[...]`` → two arrays ``[..., D/2]`` in float32."""
-        angles = self._angles(jnp.asarray(unwrap(positions)).astype(jnp.float32))
+        angles = self._angles(jnp.asarray(positions).astype(jnp.float32))
         size = self._magnitude()
         return jnp.cos(angles) * size, jnp.sin(angles) * size
 
@@ -146,24 +150,28 @@ class RotaryEmbedding(Module):
         """The factor of cos and sin."""
         return 1.0
 
-    def freqs_cis_base(self) -> TensorValue:
+    @for_max
+    def freqs_cis_base(self) -> Any:
         """MAX's table: cos and sin by position and pair, ``[rows, D/2, 2]``."""
-        return TensorValue(jnp.stack(self.cos_sin(jnp.arange(self._rows)), axis=-1))
+        return jnp.stack(self.cos_sin(jnp.arange(self._rows)), axis=-1)
 
     @property
-    def freqs_cis(self) -> TensorValue:
+    @for_max
+    def freqs_cis(self) -> Any:
         """The table ``[rows, D]``, with cos and sin of a pair next to each other; it is computed at each access."""
-        table = self.freqs_cis_base()
-        return TensorValue(table.value.reshape(table.value.shape[0], -1))
+        with for_caller():  # a derived class may have its own
+            table = as_array(self.freqs_cis_base())
+        return table.reshape(table.shape[0], -1)
 
     def compute_scale(self, user_scale: float | None = None) -> float:
         """The factor of attention scores: ``user_scale``, or 1/√head_dim."""
         return 1 / math.sqrt(self.head_dim) if user_scale is None else user_scale
 
+    @on_arrays
     def __call__(
         self, x: Any, start_pos: Any = None, seq_len: Any = None, *, positions: Any = None
     ) -> Any:
-        """``x [..., T, H, D]``, rotated, in the same shape and dtype; a TensorValue for a TensorValue.
+        """``x [..., T, H, D]``, rotated, in the same shape and dtype.
 
         Args:
             start_pos: position of the first token, a number or a scalar array; 0 by default.
@@ -173,13 +181,11 @@ class RotaryEmbedding(Module):
         Raises:
             ValueError: the number of features is wrong, or ``start_pos`` is a number and tokens lie beyond the table.
         """
-        array = unwrap(x)
-        if array.ndim < 3:
-            raise ValueError(f"rope takes [..., tokens, heads, features], not {array.shape}")
+        if x.ndim < 3:
+            raise ValueError(f"rope takes [..., tokens, heads, features], not {x.shape}")
         if positions is None:
-            positions = self._positions(array.shape[-3], unwrap(start_pos))
-        y = rotate(array, *self.cos_sin(positions), interleaved=self.interleaved)
-        return TensorValue(y) if wraps(x) else y
+            positions = self._positions(x.shape[-3], start_pos)
+        return rotate(x, *self.cos_sin(positions), interleaved=self.interleaved)
 
     def _positions(self, length: int, start: Any) -> jax.Array:
         start = 0 if start is None else start
@@ -247,9 +253,10 @@ class DynamicRotaryEmbedding(_Scaled):
         """Does nothing; code written for MAX calls it before it reads the table."""
 
     @property
-    def inv_freq(self) -> TensorValue:
+    @for_max
+    def inv_freq(self) -> Any:
         """The frequency of each pair in radians per position, ``[D/2]``, before any scaling."""
-        return TensorValue(unwrap(self._compute_inv_freqs()))
+        return self._inv_freqs()
 
     original_inv_freq = inv_freq
 
@@ -311,9 +318,10 @@ class LongRoPERotaryEmbedding(_Scaled):
 
     _takes = (rope_scaling.LongRoPEScalingParams,)
 
+    @for_max
     def _compute_inv_freqs(self) -> Any:
         """The frequencies before they are divided by the factors, ``[D/2]``."""
-        return TensorValue(jnp.asarray(rope_scaling.inv_freqs(self._width, self.theta)))
+        return jnp.asarray(rope_scaling.inv_freqs(self._width, self.theta))
 
     def _angles(self, positions: jax.Array) -> jax.Array:
         scaling = self.scaling_params
@@ -326,7 +334,7 @@ class LongRoPERotaryEmbedding(_Scaled):
                 for length in lengths
             ]
         else:
-            plain = unwrap(self._compute_inv_freqs())
+            plain = self._inv_freqs()
             freqs = [
                 plain / jnp.asarray(factors[: plain.shape[0]])
                 for factors in (scaling.short_factor, scaling.long_factor)

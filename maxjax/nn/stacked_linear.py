@@ -14,11 +14,10 @@ from ..absent import hides, refuse_arguments
 from ..dtype import DType
 from ..elsewhere import either
 from ..graph.device import DeviceRef
-from ..graph.operands import refuse_integers
+from ..graph.kind import as_array, for_max, on_float_arrays
 from ..graph.placement.device_major import DeviceMajor
 from ..graph.placement.split import Segment, Split
 from ..graph.placement.strategy import ShardingStrategy
-from ..graph.value import TensorValue, unwrap, wraps
 from ..graph.weight.weight import Weight, with_values
 from ..kernels import explicit, matmul
 from .layer import hooks
@@ -157,30 +156,33 @@ class StackedLinear(LowRank):
         return getattr(self, name)
 
     @property
-    def stacked_weight(self) -> TensorValue:
+    @for_max
+    def stacked_weight(self) -> Any:
         """All weights, ``[sum(out_dims), in_dim]``, clipped if ``clip_weight`` is set."""
         weights = [self.weight] if self.stacked else [getattr(self, n).weight for n in self.names]
-        array = explicit.concatenate([unwrap(w) for w in weights], 0)
+        array = explicit.concatenate(list(map(jnp.asarray, weights)), 0)
         if self.clip_weight is not None:
             array = jnp.clip(array, -self.clip_weight, self.clip_weight)
-        return TensorValue(array)
+        return array
 
     @property
-    def stacked_bias(self) -> TensorValue | None:
+    @for_max
+    def stacked_bias(self) -> Any:
         """All biases, ``[sum(out_dims)]``, or None."""
         if not self.has_bias:
             return None
         biases = [self.bias] if self.stacked else [getattr(self, n).bias for n in self.names]
-        return TensorValue(explicit.concatenate([unwrap(b) for b in biases], 0))
+        return explicit.concatenate(list(map(jnp.asarray, biases)), 0)
 
+    @on_float_arrays
     def __call__(self, x: Any) -> Any:
         """``[..., in_dim]`` → ``[..., sum(out_dims)]``, in the order of the names."""
         by_layer = not self.stacked or self.weight.spec.layout is not None
-        y = explicit.concatenate(self.split_projections(x), -1) if by_layer else self._matmul(x)
-        return TensorValue(y) if wraps(x) else y
+        return explicit.concatenate(self.split_projections(x), -1) if by_layer else self._matmul(x)
 
     def split_projections(self, x: Any) -> list[jax.Array]:
         """The result of each linear layer separately: ``[..., in_dim]`` → ``[..., out_dim]`` each."""
+        x = as_array(x)
         if self.stacked:
             layout = self.weight.spec.layout
             return self.split(self._matmul(x)) if layout is None else self._by_device(x, layout)
@@ -201,8 +203,7 @@ class StackedLinear(LowRank):
         return self.split(add_bias(y, self.bias))
 
     def _matmul(self, x: Any) -> jax.Array:
-        refuse_integers(x, self.weight)
-        weight = self.weight if self.clip_weight is None else self.stacked_weight
+        weight = self.weight if self.clip_weight is None else as_array(self.stacked_weight)
         return add_bias(self.updated(matmul(x, weight), x), self.bias)
 
     def split(self, y: Any) -> list[jax.Array]:
@@ -229,7 +230,7 @@ def split_projections(layer: Any, x: Any, sizes: Sequence[int]) -> list[jax.Arra
 
 def _parts(y: Any, sizes: Sequence[int]) -> list[jax.Array]:
     """Parts of these sizes along the last axis."""
-    return jnp.split(unwrap(y), list(accumulate(sizes))[:-1], axis=-1)
+    return jnp.split(y, list(accumulate(sizes))[:-1], axis=-1)
 
 
 def stacked_rules(path: str, layer: Any, segments: Sequence[Segment]) -> dict[str, Any]:

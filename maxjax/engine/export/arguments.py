@@ -19,9 +19,9 @@ from jax.core import Tracer
 from ...dtype import native
 from ...errors import CheckpointError, CheckpointMismatchError, UserInputError, closest
 from ...graph.device import DeviceRef
+from ...graph.kind import as_array
 from ...graph.operands import fitting
 from ...graph.symbolic import naming, to_dim, to_size
-from ...graph.value import TensorValue, unwrap
 from ...graph.weight.weight import Weight
 from ...graph.weights import FileWeights, WeightData
 from ...graph.weights.same import same_content
@@ -160,7 +160,7 @@ def _array(value: Any) -> Any:
     """The array in a mapping's value; None if there is none, as in a Weight that is not filled."""
     if isinstance(value, Weight) and value.is_missing:
         return None
-    return unwrap(value) if isinstance(value, TensorValue) else value
+    return as_array(value)
 
 
 def _fit(name: str, entry: WeightEntry, declared: jax.ShapeDtypeStruct, value: Any) -> Fit | str:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
-from ...graph.value import TensorValue, unwrap
+from ...graph.operators import Operators
 from ...nn.layer import Module
 from ...rendering.row import counted
 
@@ -250,8 +250,8 @@ def level(value: Any) -> tuple[str | None, list[Any], list[Any]]:
     """
     if value is None:
         return None, [], []
-    if isinstance(value, TensorValue):
-        return LEAF, [], [unwrap(value)]
+    if isinstance(value, Operators):
+        return LEAF, [], [value._as_array()]
     found, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda v: v is not value)
     if len(found) == 1 and not found[0][0]:
         return LEAF, [], [value]

@@ -21,9 +21,9 @@ import numpy as np
 
 from ...dtype import DType
 from ...errors import checked_integer, first_line
+from ...graph.kind import to_value
 from ...graph.symbolic import naming, sizes_of
 from ...graph.tensor_type import TensorType
-from ...graph.value import TensorValue
 from ...nn.layer import Module
 from ...storage.save.durable import replace_file, writable_path
 from ...storage.strict_json import load_json
@@ -205,7 +205,7 @@ def _sizes(flat: Sequence[Any]) -> dict[str, Any]:
 def _as_leaf(array: Any, kind: Any) -> Any:
     """An array of the program as a leaf of what is called: a TensorValue, or a stack of stacks."""
     if isinstance(kind, TensorType):
-        return TensorValue(array)
+        return to_value(array)
     return array if array.ndim == len(kind.shape) else array.reshape(kind.shape)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..placement.arrays import beside
 from ..value import TensorValue
-from .collectives import groups_of, inputs_of, placed, same_shapes, together
+from .collectives import groups_of, inputs_of, same_shapes, together
 
 
 def sum(
@@ -38,5 +39,5 @@ def sum(
         total, *others = together(group)
         for one in others:
             total = total + one
-        found += [TensorValue(placed(total, x.value)) for x in group]
+        found += [TensorValue(beside(total, x.value)) for x in group]
     return found

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
+from ..placement.arrays import beside
 from ..value import TensorValue
 from .lift import axis_of
 
@@ -65,16 +64,7 @@ def same_shapes(op: str, group: Sequence[TensorValue]) -> None:
 def together(values: Sequence[TensorValue]) -> list[Any]:
     """The arrays of tensors, on the device of the first one."""
     arrays = [x.value for x in values]
-    return [placed(x, arrays[0]) for x in arrays]
-
-
-def placed(x: Any, like: Any) -> Any:
-    """The array ``x``, moved to the device of ``like``; unchanged if one is traced or ``like`` is uncommitted."""
-    if isinstance(x, Tracer) or isinstance(like, Tracer) or not getattr(like, "committed", False):
-        return x
-    return (
-        x if x.sharding.device_set == like.sharding.device_set else jax.device_put(x, like.sharding)
-    )
+    return [beside(x, arrays[0]) for x in arrays]
 
 
 def allgather(
@@ -100,7 +90,7 @@ def allgather(
     for group in groups_of("allgather", values, group_size):
         _same_along_others(group, axis)
         joined = jnp.concatenate(together(group), axis=axis) if len(group) > 1 else group[0].value
-        found += [TensorValue(placed(joined, x.value)) for x in group]
+        found += [TensorValue(beside(joined, x.value)) for x in group]
     return found
 
 
@@ -125,4 +115,4 @@ def distributed_broadcast(input: Any, signal_buffers: Iterable[Any]) -> list[Ten
     value, buffers = TensorValue(input), list(signal_buffers)
     if not buffers:
         raise ValueError("distributed_broadcast needs at least one signal buffer")
-    return [TensorValue(placed(value.value, getattr(one, "value", one))) for one in buffers]
+    return [TensorValue(beside(value.value, getattr(one, "value", one))) for one in buffers]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..operands import normalised
 from ..value import TensorValue
 from . import reducescatter
 from .collectives import allgather, groups_of, inputs_of
@@ -99,13 +100,6 @@ def group_norm(input: Any, gamma: Any, beta: Any, num_groups: int, epsilon: floa
     )
     y = normalised(grouped, -1, epsilon).reshape(x.shape)
     return rounded(y * rounded(weights[0], y.dtype) + rounded(weights[1], y.dtype), x.dtype)
-
-
-def normalised(x: jax.Array, axes: int | tuple[int, ...], epsilon: float) -> jax.Array:
-    """``x`` with mean 0 and variance 1 (up to epsilon) over ``axes``; two passes avoid cancellation."""
-    centred = x - jnp.mean(x, axis=axes, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=axes, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + epsilon)
 
 
 def _broadcastable(weight: Any, x: jax.Array, name: str) -> jax.Array:

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
+from ..placement.arrays import beside
 from ..placement.split import even_range
 from ..value import TensorValue
 from . import allreduce
-from .collectives import groups_of, inputs_of, placed
+from .collectives import groups_of, inputs_of
 from .lift import axis_of
 
 
@@ -40,5 +41,5 @@ def sum(
         for i, one in enumerate(group):
             start, stop = even_range(total.shape[axis], i, len(group))
             part = jax.lax.slice_in_dim(total, start, stop, axis=axis)
-            found.append(TensorValue(placed(part, one.value)))
+            found.append(TensorValue(beside(part, one.value)))
     return found

@@ -42,6 +42,14 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
         raise out_of_memory(error, name, array.shape, array.dtype, sharding) from error
 
 
+def beside(x: Any, like: Any) -> Any:
+    """The array ``x``, moved to the device of ``like``; unchanged if one is traced or ``like`` is uncommitted."""
+    if isinstance(x, Tracer) or isinstance(like, Tracer) or not getattr(like, "committed", False):
+        return x
+    same = x.sharding.device_set == like.sharding.device_set
+    return x if same else jax.device_put(x, like.sharding)
+
+
 def default_device() -> Any:
     """The device on which JAX puts uncommitted arrays."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]

@@ -741,7 +741,7 @@ class _Definition:
     __slots__ = ("key", "weight")
 
     def __init__(self, weight: Weight):
-        self.key = (KIND.values, weight.spec)
+        self.key = (KIND.now, weight.spec)
         # A copy without its value: a treedef must not keep arrays alive.
         self.weight = weight.like(None, weight._full_name)
 

@@ -23,11 +23,11 @@ from jax.sharding import Mesh
 from ...dtype import DType
 from ...errors import UserInputError
 from ...graph.device import DeviceRef
+from ...graph.kind import as_array
 from ...graph.placement.arrays import platform_of
 from ...graph.placement.mesh import axis_of
 from ...graph.placement.specs import mesh_of
 from ...graph.placement.split import TABLE
-from ...graph.value import unwrap
 from ...kernels import explicit
 from ...nn.kv_cache.cache import KVCache
 from ...nn.kv_cache.kinds import Group, KeysValues, Place, States, numbers_of
@@ -413,13 +413,13 @@ class LanguageModel(Scored, PretrainedModel):
         return self.cache(batch, length) if shares(self.config) else None
 
     def _counts(self, lengths: Any, batch: int) -> jax.Array | None:
-        counts = None if lengths is None else jnp.asarray(unwrap(lengths)).astype(jnp.int32)
+        counts = None if lengths is None else jnp.asarray(as_array(lengths)).astype(jnp.int32)
         if counts is not None and counts.shape != (batch,):
             raise UserInputError(f"lengths must be [{batch}], one for each row, not {counts.shape}")
         return counts
 
     def _checked(self, ids: Any, cache: KVCache | None) -> jax.Array:
-        given, size = unwrap(ids), self.config.vocab_size
+        given, size = as_array(ids), self.config.vocab_size
         if not isinstance(given, jax.Array):
             given = np.asarray(given)
         if given.ndim != 2 or not jnp.issubdtype(given.dtype, jnp.integer) or 0 in given.shape:

@@ -7,23 +7,30 @@ names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from ...errors import UserInputError, some
-from ...graph.kind import KIND
-from ...graph.value import TensorValue, wraps
+from ...graph.kind import (
+    ARRAYS,
+    ARRAYS_FOR_VALUES,
+    KIND,
+    VALUES,
+    to_arrays,
+    to_values,
+    wants_values,
+)
 from ...graph.weight.epoch import EPOCH
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
-from .definition import weight_values
+from .definition import is_traced, weight_values
 from .walk import Walk, deleted_arrays
 
 
@@ -71,39 +78,49 @@ class ModuleNames:
 
 _OWN = "maxjax.nn.layer."
 _WARNED: set[tuple[str, type]] = set()
-# The types of arguments that contain no other values.
-_PLAIN = (jax.Array, np.ndarray, int, float, str, bool)
 
 
 def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Runs ``call`` with the module on the stack and, when traced, in a named scope for profiles."""
-    running, outer_values = RUNNING, KIND.values
-    outermost = not running.modules
+    """Run ``call`` with the module on the stack and, when traced, in a named scope for profiles.
+
+    Values are of the kind that ``call`` computes with (``graph/kind.py``).
+    """
+    running, before = RUNNING, KIND.now
+    outermost, door = not running.modules, getattr(call, "_door", None)
+    has_value = before == VALUES
+    if door is not None or (outermost and not has_value):
+        has_value = wants_values((*args, *kwargs.values()))
     if outermost:
-        running.traced = _is_traced(module, args, kwargs)
+        running.traced = is_traced(module, args, kwargs)
         if running.traced:
             _warn_if_captured(module)
     elif not running.traced and args and isinstance(args[0], Tracer):
         _warn_if_captured(module, in_eager=True)
     scope = _scope_name(module) if running.traced and not outermost else None
+    is_converted = before == ARRAYS_FOR_VALUES if door is None else has_value
+    if is_converted:
+        args, kwargs = to_values((args, kwargs)) if door is None else door.enter(args, kwargs)
     running.modules.append(module)
-    if outermost and not outer_values:
-        KIND.values = _has_value(args) or (bool(kwargs) and _has_value(kwargs.values()))
+    if door is not None:
+        call = door.function
+        KIND.now = ARRAYS_FOR_VALUES if has_value else ARRAYS if before == VALUES else before
+    elif is_converted or (outermost and has_value):
+        KIND.now = VALUES
     try:
-        if scope is None:
-            return call(module, *args, **kwargs)
-        with jax.named_scope(scope):
-            return call(module, *args, **kwargs)
+        with contextlib.nullcontext() if scope is None else jax.named_scope(scope):
+            found = call(module, *args, **kwargs)
     except (RuntimeError, TypeError) as error:
         if outermost and (problem := _without_values(module, str(error))):
             raise UserInputError(problem) from error
         raise
     finally:
         running.modules.pop()
-        if outermost:
-            KIND.values = outer_values
-            if running.known:
-                running.known.clear()  # it keeps Modules alive
+        KIND.now = before
+        if outermost and running.known:
+            running.known.clear()  # it keeps Modules alive
+    if is_converted:
+        return (to_arrays if door is None else to_values)(found)
+    return found
 
 
 def _without_values(module: Any, error: str) -> str:
@@ -126,31 +143,6 @@ def _without_values(module: Any, error: str) -> str:
         f"weights of {type(module).__name__} have no value: {some(names, 2)}. Load them, or make them: "
         "maxjax.init(model, key), or for LoRA maxjax.lora.add(model, …, key=jax.random.key(0))"
     )
-
-
-def _has_value(args: Iterable[Any]) -> bool:
-    """Whether the arguments contain a TensorValue, at any depth of containers."""
-    for arg in args:
-        if isinstance(arg, TensorValue):
-            if wraps(arg):
-                return True
-        elif arg is None or isinstance(arg, _PLAIN) or _is_leaf(arg):
-            continue
-        elif any(
-            isinstance(x, TensorValue) and wraps(x) for x in jax.tree.leaves(arg, is_leaf=_is_leaf)
-        ):
-            return True
-    return False
-
-
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, TensorValue) or hasattr(x, "_mx_definition")
-
-
-def _is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
-    if any(isinstance(value, Tracer) for value in weight_values(module)):
-        return True
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
 
 
 def _scope_name(module: Any) -> str | None:

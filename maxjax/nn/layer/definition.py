@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from ...graph.kind import KIND
+from ...graph.kind import ARRAYS, KIND
 from ...graph.weight.epoch import EPOCH, LEAF_CACHES, structure_changed
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight, leaf_for_jax, leaf_of
@@ -88,22 +88,21 @@ class Variant:
     Attributes:
         unread: for each node, the values and keys of static attributes that no call reads, or that have
             fields that no call reads; () if there are none.
-        values: whether Weights return TensorValues instead of arrays (``graph/kind.py``). It is compared, so that
-            JAX never uses one trace for both cases.
+        kind: kind of values (``graph/kind.py``). It is compared, so that JAX never uses one trace for two kinds.
     """
 
-    __slots__ = ("definition", "unread", "values")
+    __slots__ = ("definition", "unread", "kind")
 
-    def __init__(self, definition: Definition, unread: Unread, values: bool):
-        self.definition, self.unread, self.values = definition, unread, values
+    def __init__(self, definition: Definition, unread: Unread, kind: int = ARRAYS):
+        self.definition, self.unread, self.kind = definition, unread, kind
 
     def __repr__(self) -> str:
         return repr(self.definition)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Variant):
-            return other.definition is self.definition and other.values is self.values
-        return other is self.definition and not self.values
+            return other.definition is self.definition and other.kind == self.kind
+        return other is self.definition and self.kind == ARRAYS
 
     def __hash__(self) -> int:
         return hash(self.definition)
@@ -165,7 +164,7 @@ class Cache:
 
     __slots__ = (
         "structure", "definition", "treedef", "weights", "sliced", "values", "leaves", "table",
-        "lists", "changeable", "watches", "__weakref__",
+        "lists", "changeable", "watches", "__weakref__", "traced",
     )  # fmt: skip
 
     def __init__(
@@ -182,11 +181,11 @@ class Cache:
         # What can change without an assignment to a Module, and whether there is anything.
         self.changeable, self.lists = changeable, lists
         self.watches = bool(changeable) or lists is not None
-        self.treedef = Variant(definition, unread, False) if unread else definition
+        self.treedef = Variant(definition, unread) if unread else definition
         # Whether leaves are slices of stacks, which are kept as StackSlices and sliced on demand.
         self.sliced = sliced
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
-        self.values, self.leaves = -1, ()
+        self.values, self.leaves, self.traced = -1, (), False
 
     def is_outdated(self) -> bool:
         """Whether the structure below the Module has changed.
@@ -205,6 +204,7 @@ class Cache:
         values = EPOCH.values
         leaves = tuple(map(leaf_of, self.weights))
         self.leaves, self.values = leaves, values
+        self.traced = any(isinstance(stack_of(leaf), Tracer) for leaf in leaves)
         LEAF_CACHES.add(self)
         return leaves
 
@@ -381,7 +381,7 @@ def marked(root: Any, plan: Hashable, name: str) -> Any:
                 setattr(made, slot, getattr(definition, slot))
         made.key, made.marks = key, marks
         made = _INTERNED.setdefault(key, made)
-    return unflatten(Variant(made, _unread(found), False), leaves)
+    return unflatten(Variant(made, _unread(found)), leaves)
 
 
 def _named(root: Any) -> tuple[list[Any], list[str]]:
@@ -490,9 +490,17 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
         leaves = tuple(map(leaf_for_jax, cache.weights))
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
-    if KIND.values:
-        return leaves, Variant(cache.definition, _unread(cache.treedef), True)
+    if KIND.now != ARRAYS:
+        return leaves, Variant(cache.definition, _unread(cache.treedef), KIND.now)
     return leaves, cache.treedef
+
+
+def is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a weight of a Module or an argument is traced."""
+    cache = cache_of(module)
+    if cache.values != EPOCH.values:
+        cache.refresh()
+    return cache.traced or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
 
 
 def weight_values(module: Any) -> list[Any]:

@@ -20,10 +20,10 @@ from ...elsewhere import METHODS, check_keywords
 from ...errors import UserInputError
 from ...graph import compile_cache
 from ...graph.graph import Graph
+from ...graph.kind import is_tensor_value
 from ...graph.program import Model, Program, Trees
 from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
-from ...graph.value import TensorValue
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
@@ -180,7 +180,7 @@ class Module(OfModule, Layer, StateDict, ABC):
             structure_changed()
             return super().__setattr__(name, value)  # a property: its setter, or AttributeError
         is_other = name not in self._mx_locals and name not in self._mx_children
-        if RUNNING.graphs and is_other and type(value) is TensorValue:
+        if RUNNING.graphs and is_other and is_tensor_value(value):
             return RUNNING.graphs[-1].hold(self, name, value)
         if type(value) in (list, tuple) and holds_items(value) is not False:
             where, original = f"{type(self).__name__}.{name}", value

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ...errors import UserInputError, closest, some
+from ...graph.kind import as_array
+from ...graph.operands import from_numpy
 from ...graph.placement.arrays import put
-from ...graph.value import unwrap
 from ...kernels import QuantArray, explicit
 from .definition import cache_of, flatten, unflatten
 from .walk import Walk, check_module
@@ -98,7 +99,8 @@ def _unknown(name: Any, names: list[str], count: int) -> str:
 
 def _fitted(name: str, holder: Any, is_whole: bool, value: Any) -> tuple[Any, str | None]:
     """The value as an array in logical order, and a description of the problem with it, or None."""
-    value, packing = unwrap(value), holder.spec.packing
+    value = from_numpy(value) if isinstance(value, np.ndarray) else as_array(value)
+    packing = holder.spec.packing
     if isinstance(value, QuantArray):
         if packing is None or value.encoding != packing.value:
             return (

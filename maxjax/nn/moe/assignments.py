@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...dtype import DType
-from ...graph.ops.lift import lift
+from ...graph.kind import on_arrays
 from ...kernels.grouped import grouped_matmul
 
 
-@lift
+@on_arrays
 def moe_create_indices(
     topk_ids: Any, num_local_experts: int, *, needs_scales_offset: bool = False
 ) -> tuple[Any, ...]:
@@ -47,7 +47,7 @@ def moe_create_indices(
             jnp.arange(num_local_experts, dtype=jnp.int32), as_indices(stats))  # fmt: skip
 
 
-@lift
+@on_arrays
 def grouped_matmul_ragged(
     hidden_states: Any,
     weight: Any,
@@ -72,7 +72,7 @@ def grouped_matmul_ragged(
     return grouped_matmul(hidden_states, weight[ids], sizes)
 
 
-@lift
+@on_arrays
 def moe_finalize(
     down_projs: Any, restore_token_order: Any, router_weight: Any, out_type: Any
 ) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
+from ...graph.kind import on_arrays
 from ...graph.placement.strategy import ShardingStrategy
-from ...graph.value import TensorValue, unwrap, wraps
 from ..layer import Module
 from ..layer.sharded import ReplicatedLayer
 from ..linear import Linear
@@ -79,17 +79,16 @@ class MoEGate(ReplicatedLayer, Module):
                 device=self.devices[0] if self.devices else DeviceRef.CPU(),
             )  # fmt: skip
 
+    @on_arrays
     def __call__(self, hidden_state: Any) -> tuple[Any, Any]:
         """``[..., hidden_dim]`` → indices of experts, and their factors (shares), ``[..., k]`` each.
 
         The highest score comes first; of equal scores, the one with the lower index.
         """
-        scores = unwrap(self.gate_score(hidden_state))
+        scores = self.gate_score(hidden_state)
         chosen, shares = Routing(self.num_experts_per_token, self.shares)(scores)
         shares = shares.astype(scores.dtype)
-        if wraps(hidden_state):
-            return TensorValue(chosen).cast(DType.int64), TensorValue(shares)
-        return chosen, shares
+        return chosen.astype(jax.dtypes.canonicalize_dtype(jnp.int64)), shares
 
     def _set_sharding_strategy(self, strategy: ShardingStrategy) -> None:
         self._sharding_strategy = strategy  # the shard methods of derived classes read it

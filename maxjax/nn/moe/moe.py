@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 from ...absent import hides, refuse_arguments
 from ...dtype import DType
 from ...graph.device import DeviceRef
+from ...graph.kind import as_array, for_caller, for_max, on_arrays, to_value
 from ...graph.placement.arrays import is_manual, on_mesh
 from ...graph.placement.mesh import EXPERTS
 from ...graph.placement.specs import batch_axes, mesh_of
 from ...graph.placement.split import REPLICATED, even_range
 from ...graph.placement.strategy import ShardingStrategy
-from ...graph.value import TensorValue, unwrap, wraps
 from ...kernels import explicit, matmul
 from ..activation import GatedActivation
 from ..layer import LayerList, Module
@@ -187,18 +187,21 @@ class MoE(Module):
         return [*([self.shared_experts] if fused else []), *self.experts]
 
     @property
-    def gate_up_proj(self) -> TensorValue:
+    @for_max
+    def gate_up_proj(self) -> Any:
         """The gate and up weights of all experts, ``[X, 2 F, E]``."""
-        pairs = [(unwrap(e.gate_proj.weight), unwrap(e.up_proj.weight)) for e in self._held]
-        return TensorValue(jnp.stack([jnp.concatenate(pair) for pair in pairs]))
+        pairs = [(as_array(e.gate_proj.weight), as_array(e.up_proj.weight)) for e in self._held]
+        return jnp.stack([jnp.concatenate(pair) for pair in pairs])
 
     @property
-    def down_proj(self) -> TensorValue:
+    @for_max
+    def down_proj(self) -> Any:
         """The down weights of all experts, ``[X, E, F]``."""
-        return TensorValue(jnp.stack([unwrap(e.down_proj.weight) for e in self._held]))
+        return jnp.stack([as_array(e.down_proj.weight) for e in self._held])
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
-        """``[..., E]`` → the same shape and dtype; a TensorValue for a TensorValue.
+        """``[..., E]`` → the same shape and dtype.
 
         Raises:
             ValueError: the layer has an ``ep_batch_manager``.
@@ -208,41 +211,32 @@ class MoE(Module):
                 f"{type(self).__name__} has an ep_batch_manager: shard it with "
                 "ShardingStrategy.expert_parallel, and pass its parts to forward_moe_sharded_layers"
             )
-        array = unwrap(x)
-        mesh = explicit.mesh_of(array, *jax.tree.leaves(self))
-        place = explicit.entries(array)
-        y = explicit.automatic(lambda m, a: m._mixed(a, wraps(x)), mesh, place)(self, array)
-        return TensorValue(y) if wraps(x) else y
+        mesh = explicit.mesh_of(x, *jax.tree.leaves(self))
+        return explicit.automatic(lambda m, x: m._mixed(x), mesh, explicit.entries(x))(self, x)
 
-    def _mixed(self, array: jax.Array, wrapped: bool) -> jax.Array:
+    def _mixed(self, array: jax.Array) -> jax.Array:
         tokens = array.reshape(-1, array.shape[-1])  # [N, E]
-
-        def given(array: jax.Array) -> Any:
-            """The input of the layers in this one; gates written for MAX need a TensorValue."""
-            return TensorValue(array) if wrapped else array
-
         plain = not self._is_derived() and _are_plain(self.experts)
         mesh, axes = self._split() if plain and self.pre_expert_norm is None else (None, ())
         if mesh is not None:
             y = self._on_mesh(tokens, mesh, axes)
         else:
-            chosen, shares = map(unwrap, self.gate(given(tokens)))
+            chosen, shares = self.gate(tokens)
             shares = shares.astype(jnp.float32)
             if self.pre_expert_norm is not None:
-                tokens = unwrap(self.pre_expert_norm(given(tokens)))
+                tokens = self.pre_expert_norm(tokens)
             if plain:
                 expert_weights = [
                     ExpertWeights(*(w.operand() for w in _weights(e))) for e in self.experts
                 ]
                 y = mixture(tokens, chosen, shares, expert_weights, self._kind)
             elif self._is_derived() or not self._is_default():
-                down, places = map(unwrap, self._expert_matmuls(tokens, chosen.reshape(-1)))
+                down, places = self._expert_matmuls(tokens, chosen.reshape(-1))
                 y = moe_finalize(down, places, shares, DType.float32)
             else:
-                each = [lambda x, e=e: unwrap(e(given(x))) for e in self.experts]
-                y = one_by_one(tokens, chosen, shares, each)
+                y = one_by_one(tokens, chosen, shares, list(self.experts))
             if self.has_shared_experts:
-                y = y + unwrap(self.shared_experts(given(tokens))).astype(jnp.float32)
+                y = y + self.shared_experts(tokens).astype(jnp.float32)
         return y.astype(array.dtype).reshape(array.shape)
 
     # --- experts as two stacked weights and an activation
@@ -262,6 +256,7 @@ class MoE(Module):
             return getattr(self.experts[0], "activation_function", "silu")
         return self.activation.of_pair  # type: ignore[union-attr]
 
+    @on_arrays
     def _expert_matmuls(self, x: Any, router_idx: Any) -> tuple[Any, Any]:
         """The experts' results, sorted by expert, and the position of each choice among them.
 
@@ -272,16 +267,15 @@ class MoE(Module):
         Returns:
             The results ``[N k, E]`` and the positions ``[N k]``.
         """
-        ids = jnp.asarray(unwrap(router_idx)).astype(jnp.int32)
+        ids = jnp.asarray(router_idx).astype(jnp.int32)
         order, starts, places, experts, stats = moe_create_indices(ids, self.num_experts)
-        rows = unwrap(x)[order.astype(jnp.int32) // self.num_experts_per_token]
-        y = self._of_rows(rows, starts, experts, stats)
-        return (TensorValue(y), TensorValue(places)) if wraps(x) else (y, places)
+        rows = x[order.astype(jnp.int32) // self.num_experts_per_token]
+        return self._of_rows(rows, starts, experts, stats), places
 
     def _of_rows(self, rows: Any, starts: Any, experts: Any, stats: Any) -> jax.Array:
-        given = [
-            unwrap(one) for one in (rows, starts, experts, stats, self.gate_up_proj, self.down_proj)
-        ]
+        with for_caller():  # a derived class may have its own
+            weights = self.gate_up_proj, self.down_proj
+        given = map(as_array, (rows, starts, experts, stats, *weights))
         function = getattr(self.activation, "gated_activation_fn", None)
         how = (self.moe_dim, function is not None, self.interleaved_gate_up)
         return _by_weights(function or self._kind, *how, *map(jnp.asarray, given))
@@ -291,6 +285,7 @@ class MoE(Module):
     def _ep_dispatch_input_scales(self) -> None:
         """The scales of quantised tokens: None, because quantised tokens are not supported."""
 
+    @on_arrays
     def _local_ep_compute(
         self, expert_inputs: Sequence[Any], x: Any, estimated_total_m: Any
     ) -> Any:
@@ -301,13 +296,12 @@ class MoE(Module):
             x: the device's own tokens; ignored.
             estimated_total_m: ignored.
         """
-        y = self._of_rows(*expert_inputs)
-        return TensorValue(y) if wraps(expert_inputs[0]) else y
+        return self._of_rows(*expert_inputs)
 
     def _stacked(self) -> ExpertWeights:
         """The weights of all experts, stacked."""
         each = zip(*map(_weights, self.experts), strict=True)
-        gate, up, down = (jnp.stack([unwrap(w) for w in weights]) for weights in each)
+        gate, up, down = (jnp.stack([as_array(w) for w in weights]) for weights in each)
         return ExpertWeights(gate, up, down)
 
     def _on_mesh(self, tokens: jax.Array, mesh: Any, axes: tuple[str, ...]) -> jax.Array:
@@ -323,10 +317,10 @@ class MoE(Module):
             and _are_plain(shared)
             and split_of(map(_weights, shared), mesh) == ExpertSplit(axes)
         )
-        weights = [unwrap(w) for e in shared if fused for w in _weights(e)]
+        weights = [as_array(w) for e in shared if fused for w in _weights(e)]
 
         def local(gate: Any, x: Any, stacked: Any, weights: Any) -> jax.Array:
-            chosen, shares = map(unwrap, unflatten(definition, gate)(x))
+            chosen, shares = unflatten(definition, gate)(x)
             y = mixture(x, chosen, shares.astype(jnp.float32), stacked, self._kind)
             if fused:
                 kind = shared[0].activation_function
@@ -341,7 +335,7 @@ class MoE(Module):
         specs = ([P()] * len(gate), P(rows), inner, one)
         y = on_mesh(local, mesh, specs, P(rows))(gate, tokens, self._stacked(), weights)
         if shared and not fused:
-            y = y + unwrap(shared[0](tokens)).astype(jnp.float32)
+            y = y + shared[0](tokens).astype(jnp.float32)
         return y
 
     def _split(self) -> tuple[Any, tuple[str, ...]]:
@@ -466,7 +460,7 @@ def _by_weights(
     inside = jnp.arange(y.shape[0]) < starts[-1].astype(jnp.int32)
     y = jnp.where(inside[:, None], y, 0)
     if is_whole:
-        h = unwrap(kind(TensorValue(y), moe_dim))
+        h = as_array(kind(to_value(y), moe_dim))
     elif interleaved:
         h = between(kind, y[:, 0::2], y[:, 1::2])
     else:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...elsewhere import either
 from ...graph.device import DeviceRef
-from ...graph.ops.normalization import normalised
-from ...graph.value import TensorValue, wraps
+from ...graph.kind import on_arrays
+from ...graph.operands import normalised
 from ...graph.weight.weight import Weight
 from ..layer import Module
 from ..layer.sharded import ReplicatedLayer
@@ -65,6 +65,7 @@ class LayerNorm(ReplicatedLayer, Module):
         with_bias = either(True, use_bias=use_bias, bias=bias)
         self.bias = Weight("bias", dtype, (dims,), device) if with_bias else None
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
         """``[..., dims]`` → the same shape and dtype.
 
@@ -79,7 +80,7 @@ class LayerNorm(ReplicatedLayer, Module):
         y = normalised(array.astype(dtype), -1, self.eps) * weight
         if self.bias is not None:
             y = y + _row(self.bias, array.ndim, dtype)
-        return _like(x, y.astype(array.dtype))
+        return y.astype(array.dtype)
 
     def initializer(self, name: str) -> Any:
         """No change after normalising: an effective factor of one, and a bias of zero."""
@@ -124,6 +125,7 @@ class RMSNorm(ReplicatedLayer, Module):
         self.multiply_before_cast = multiply_before_cast
         self.weight = Weight("weight", dtype, (dim,), DeviceRef.CPU())
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
         """``[..., dim]`` → the same shape and dtype.
 
@@ -138,7 +140,7 @@ class RMSNorm(ReplicatedLayer, Module):
         # The dtype of the multiplication by the weight, which is before the rounding or after it.
         dtype = jnp.float32 if self.multiply_before_cast else array.dtype
         y = y.astype(dtype) * (_row(self.weight, array.ndim, dtype) + self.weight_offset)
-        return _like(x, y.astype(array.dtype))
+        return y.astype(array.dtype)
 
     def initializer(self, name: str) -> Any:
         """An effective factor of one: the weight is one minus its offset."""
@@ -172,6 +174,7 @@ class ConstantLayerNorm(Module):
         self.dtype = DType.of(dtype)
         self.eps = eps
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
         """``[..., *dims]`` → the same shape and dtype.
 
@@ -186,7 +189,7 @@ class ConstantLayerNorm(Module):
             )
         axes = tuple(range(-len(self.dims), 0))
         y = normalised(array.astype(jnp.float32), axes, self.eps)
-        return _like(x, y.astype(array.dtype))
+        return y.astype(array.dtype)
 
 
 class GroupNorm(ReplicatedLayer, Module):
@@ -230,6 +233,7 @@ class GroupNorm(ReplicatedLayer, Module):
         self.weight = Weight("weight", "float32", (num_channels,), device) if affine else None
         self.bias = Weight("bias", "float32", (num_channels,), device) if affine else None
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
         """``[N, num_channels, *places]`` → the same shape and dtype.
 
@@ -251,15 +255,13 @@ class GroupNorm(ReplicatedLayer, Module):
             column = (1, self.num_channels, *(1,) * (array.ndim - 2))
             y = y * jnp.asarray(self.weight).astype(jnp.float32).reshape(column)
             y = y + jnp.asarray(self.bias).astype(jnp.float32).reshape(column)
-        return _like(x, y.astype(array.dtype))
+        return y.astype(array.dtype)
 
     def initializer(self, name: str) -> Any:
         """No change after normalising: a weight of one, and a bias of zero."""
         return jax.nn.initializers.zeros if name == "bias" else jax.nn.initializers.ones
 
 
-def _like(x: Any, y: jax.Array) -> Any:
-    return TensorValue(y) if wraps(x) else y
 
 
 def check_floats(what: Any, x: jax.Array) -> None:

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
+from ...graph.kind import on_arrays
 from ...graph.placement.specs import names_in, spec_of
-from ...graph.value import TensorValue, unwrap, wraps
 from ...graph.weight.weight import Weight
 from ...kernels import explicit, matmul
 from ..low_rank import LowRank
@@ -80,13 +80,14 @@ class QuantizedLinear(LowRank):
         """The weight ``[out_dim, in_dim]``, which is dequantised when it is converted to an array."""
         return DequantisedWeight(self)
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
-        """``[..., in_dim]`` → ``[..., out_dim]`` in the dtype of ``x``, a TensorValue for a TensorValue.
+        """``[..., in_dim]`` → ``[..., out_dim]`` in the dtype of ``x``.
 
         Raises:
             ValueError: the last axis of ``x`` is not ``in_dim`` long.
         """
-        array = jnp.asarray(unwrap(x))
+        array = jnp.asarray(x)
         dtype = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jnp.dtype(jnp.float32)
         tensors = self._tensors()
         on_mesh = isinstance(self.weight.sharding, NamedSharding)
@@ -95,8 +96,7 @@ class QuantizedLinear(LowRank):
         if mesh is not None:
             wanted = [*explicit.entries(array)[:-1], self._split(0, tensors)]
             product = explicit.automatic(product, mesh, wanted)
-        y = add_bias(self.updated(product(array, tensors), x), self.bias)
-        return TensorValue(y) if wraps(x) else y
+        return add_bias(self.updated(product(array, tensors), array), self.bias)
 
     def dequantise(self, dtype: Any = jnp.float32) -> jax.Array:
         """The weight ``[out_dim, in_dim]`` as an array."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ....graph.ops.collectives import placed
+from ....graph.placement.arrays import beside
 from ...moe.assignments import moe_create_indices
 
 
@@ -47,7 +47,7 @@ def plan_of(ids: Sequence[jax.Array], experts: int) -> Sorting:
         >>> plan.order.tolist(), plan.starts.tolist(), plan.places.tolist()
         ([1, 3, 0, 2], [0, 1, 2, 4], [2, 0, 3, 1])
     """
-    flat, order, starts, places = _sorted(experts, [placed(one, ids[0]) for one in ids])
+    flat, order, starts, places = _sorted(experts, [beside(one, ids[0]) for one in ids])
     return Sorting(flat, order, starts, places, int(ids[0].shape[1]))
 
 
@@ -76,7 +76,7 @@ def received(
         The rows ``[M, E]``, with zeros after those of the last expert, and the offsets ``[L + 1]`` in int32.
     """
     like = tokens[device]
-    every = [placed(one, like) for one in (plan.order, plan.starts, *tokens)]
+    every = [beside(one, like) for one in (plan.order, plan.starts, *tokens)]
     return _rows(plan.count, len(experts), experts.start, *every)
 
 
@@ -113,8 +113,8 @@ def weighed(
     """
     total: Any = None
     for rows, own in zip(results, experts, strict=True):
-        mine = (placed(one, rows) for one in (plan.ids, plan.places, plan.starts, shares))
-        part = placed(_weighed(rows, own.start, own.stop, first, *mine), like)
+        mine = (beside(one, rows) for one in (plan.ids, plan.places, plan.starts, shares))
+        part = beside(_weighed(rows, own.start, own.stop, first, *mine), like)
         total = part if total is None else total + part
     return total
 

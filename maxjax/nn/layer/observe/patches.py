@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....errors import UserInputError
-from ....graph.value import TensorValue, unwrap
+from ....graph.kind import as_array
+from ....graph.operators import Operators
 from ....kernels import explicit
 from ....kernels.operation import varying_with
 from .plans import CallerFunction, Target
@@ -140,7 +141,7 @@ def _placed(new: Any, old: Any) -> Any:
 
 def unwrapped(tree: Any) -> Any:
     """Return the tree with arrays instead of TensorValues."""
-    return jax.tree.map(unwrap, tree, is_leaf=lambda v: isinstance(v, TensorValue))
+    return jax.tree.map(as_array, tree, is_leaf=lambda v: isinstance(v, Operators))
 
 
 def types_of(tree: Any) -> str:

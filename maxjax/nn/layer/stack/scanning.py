@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....graph.kind import KIND
-from ....graph.value import unwrap
+from ....graph.kind import KIND, as_array
 from ....graph.weight.weight import Weight
 from ....kernels import StackSlice, explicit
 from ....kernels.operation import varying_with
@@ -47,7 +46,7 @@ class _Static(NamedTuple):
     tree: Any
     constants: tuple[tuple[int, type, str | None, Any], ...]
     keep: bool
-    values: bool  # whether Weights return TensorValues (graph/kind.py)
+    kind: int  # of values (graph/kind.py)
 
 
 def scan(
@@ -66,7 +65,7 @@ def scan(
         if not _is_array(v)
     )
     keep = any(isinstance(x, PerLayer) for x in xs)
-    static = _Static(definition, plan, tree, constants, keep, KIND.values)
+    static = _Static(definition, plan, tree, constants, keep, KIND.now)
     try:
         hash(static)
     except TypeError as error:
@@ -107,7 +106,7 @@ def loop(
 def _plain(carry: Any) -> Any:
     """The carry with arrays instead of Weights, so that all layers get arrays."""
     return jax.tree.map(
-        lambda v: unwrap(v) if isinstance(v, Weight) else v,
+        lambda v: as_array(v) if isinstance(v, Weight) else v,
         carry,
         is_leaf=lambda v: isinstance(v, Weight),
     )
