@@ -11,8 +11,7 @@ from tests.house import House
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Packages and modules for files of MAX, below `maxjax`. To come: graph/value, graph/ops and the files of the graph
-# language, which the core still imports.
+# Packages and modules for files of MAX, below `maxjax`.
 MAX_ONLY = """
 engine/api engine/session
 graph/buffer_utils graph/dtype_promotion graph/type
@@ -25,6 +24,13 @@ nn/moe/expert_parallel nn/moe/sigmoid_router nn/moe/stacked_moe
 nn/norm/group_norm nn/norm/layer_norm nn/norm/rms_norm
 nn/parallel nn/quant_config nn/quant_ops nn/sampling nn/sequential nn/state_space nn/transformer
 """.split()
+# MAX's graph language: TensorValues, their operations, and Graphs of them.
+GRAPH_LANGUAGE = """
+graph/buffer graph/graph graph/ops graph/program graph/rebinding graph/reroll graph/subgraph graph/value
+""".split()
+# They import it on first use: a Module's trace, compile and build_subgraph; the type of a compiled model that load
+# returns; clamp, whose dtypes are MAX's. `graph/arguments` is a part of it.
+USES_GRAPHS = ["nn/layer/module.py", "engine/load.py", "nn/clamp.py", "graph/arguments.py"]
 # Layers that only models of users have: maxjax does not import them either.
 FOR_USERS = """
 nn/attention/multi_head_attention nn/clamp nn/conv nn/conv_transpose nn/dropout nn/hooks nn/identity
@@ -81,6 +87,12 @@ def house() -> House:
 
 def test_nothing_of_maxjax_imports_what_is_for_files_of_max(house):
     assert not (found := crossings(house, MAX_ONLY)), "\n" + "\n".join(found)
+
+
+def test_the_core_imports_the_graph_language_only_where_a_user_asks_for_graphs(house):
+    found = crossings(house, MAX_ONLY + GRAPH_LANGUAGE)
+    found = [one for one in found if one.partition(":")[0] not in USES_GRAPHS]
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_what_is_for_files_of_max_says_so(house):
@@ -188,7 +200,7 @@ for name in REFUSED:
 
 
 def test_without_them_a_model_is_built_loaded_run_adapted_and_saved(tmp_path):
-    names = [f"maxjax.{name.replace('/', '.')}" for name in MAX_ONLY]
+    names = [f"maxjax.{name.replace('/', '.')}" for name in MAX_ONLY + GRAPH_LANGUAGE]
     code = PROGRAM.format(names=names, tiny=str(ROOT / "maxjax" / "tiny"))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path

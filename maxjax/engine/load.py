@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..dtype import DType
 from ..elsewhere import unknown_argument
 from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError, releasing
-from ..graph import Model, compile_cache
+from ..graph import compile_cache
 from ..graph.placement.arrays import platform_of
 from ..graph.weights import FileWeights, GGUFWeights, load_weights
 from ..kernels.packed_product import ACTIVATIONS
@@ -39,6 +39,9 @@ from ..storage.save.beside import Files, settled, waiting
 from ..storage.table import Verify
 from ..text.tokenizer.tokenizer import Tokenizer, gguf_tokenizer, tokenizer_in
 from .generate.defaults import read_defaults
+
+if TYPE_CHECKING:
+    from ..graph import Model
 
 
 @overload

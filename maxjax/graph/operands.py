@@ -357,6 +357,19 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return rounded(jnp.matmul(a, b, preferred_element_type=sums), a.dtype)
 
 
+def check_not_empty(y: jax.Array, x: jax.Array, w: jax.Array, image: str) -> None:
+    """Checks that the filters ``w`` fit into the input ``x`` at least once: JAX gives an empty result ``y`` otherwise.
+
+    Raises:
+        ValueError: they do not.
+    """
+    spatial = [i for i, letter in enumerate(image) if letter not in "NC"]
+    if any(same(y.shape[i], 0) and not same(x.shape[i], 0) for i in spatial):
+        raise ValueError(
+            f"convolution: the filters {w.shape} are larger than the input {x.shape} with its padding"
+        )
+
+
 def check_indices(parts: Iterable[Any], shape: Sequence[Any]) -> None:
     """Checks that the known numbers of an index are in range. Slices follow NumPy's rules.
 

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..dtype import DType, promote
 from ..elsewhere import either
 from ..graph.device import DeviceRef
-from ..graph.ops.convolution import check_not_empty
-from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.kind import as_array, on_arrays
+from ..graph.operands import check_not_empty
 from ..graph.weight.weight import Weight
 from .layer import Module
 from .layer.sharded import ReplicatedLayer
@@ -52,6 +53,7 @@ class _Conv(ReplicatedLayer, Module):
         self.filter = Weight(f"{prefix}weight", dtype, shape, device)
         self.bias = Weight(f"{prefix}bias", dtype, (out_channels,), device) if has_bias else None
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
         """``[N, *places, C]``, or ``[N, C, *places]`` with ``permute`` → the same axes with O channels.
 
@@ -60,15 +62,14 @@ class _Conv(ReplicatedLayer, Module):
         """
         places = _PLACES[-len(self.stride) :]
         ends = f"NC{places}" if self.permute else f"N{places}C"
-        array, kernel = same_width(checked(self, x, ends), unwrap(self.filter))
+        array, kernel = same_width(checked(self, x, ends), as_array(self.filter))
         y = jax.lax.conv_general_dilated(
             array, kernel, self.stride, self.padding, rhs_dilation=self.dilation,
             dimension_numbers=(ends, f"OI{places}" if self.permute else f"{places}IO", ends),
             feature_group_count=self.num_groups,
         )  # fmt: skip
         check_not_empty(y, array, kernel, ends)
-        y = plus_bias(y, self.bias, ends.index("C"))
-        return TensorValue(y) if wraps(x) else y
+        return plus_bias(y, self.bias, ends.index("C"))
 
     def initializer(self, name: str) -> Any:
         """Normal weights with variance 1/fan-in; a zero bias."""
@@ -221,7 +222,7 @@ def paddings(value: Sizes, axes: int) -> tuple[tuple[int, int], ...]:
 
 def checked(layer: Any, x: Any, axes: str) -> jax.Array:
     """The input of a convolution as an array, whose axes are checked: "C" has the layer's ``in_channels``."""
-    array, channels = unwrap(x), layer.in_channels
+    array, channels = jnp.asarray(x), layer.in_channels
     if array.ndim != len(axes) or array.shape[axes.index("C")] != channels:
         layout = ", ".join(str(channels) if axis == "C" else axis for axis in axes)
         raise ValueError(f"{type(layer).__name__} takes [{layout}], not {array.shape}")
@@ -242,7 +243,7 @@ def plus_bias(y: jax.Array, bias: Any, axis: int) -> jax.Array:
         return y
     shape = [1] * y.ndim
     shape[axis] = -1
-    return y + unwrap(bias).astype(y.dtype).reshape(shape)
+    return y + as_array(bias).astype(y.dtype).reshape(shape)
 
 
 def fan_in_normal(name: str, in_axis: int, out_axis: int) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..elsewhere import either
 from ..graph.device import DeviceRef
-from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.kind import as_array, on_arrays
 from ..graph.weight.weight import Weight
 from .conv import check_positive, checked, fan_in_normal, plus_bias, same_width
 from .layer import Module
@@ -85,6 +85,7 @@ class ConvTranspose1d(Module):
         self.weight = Weight(f"{prefix}weight", dtype, shape, device)
         self.bias = Weight(f"{prefix}bias", dtype, (out_channels,), device) if has_bias else None
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
         """``[N, L, C]`` → ``[N, L', O]``; with ``permute`` ``[N, C, L]`` → ``[N, O, L']``.
 
@@ -92,7 +93,7 @@ class ConvTranspose1d(Module):
             ValueError: ``x`` has the wrong number of axes or channels.
         """
         ends = "NCL" if self.permute else "NLC"
-        array, kernel = same_width(checked(self, x, ends), unwrap(self.weight))
+        array, kernel = same_width(checked(self, x, ends), as_array(self.weight))
         # A transposed convolution is a convolution with the flipped kernel and zeros between the input's elements.
         kernel = jnp.flip(kernel, axis=2 if self.permute else 0)
         reach = self.dilation * (self.kernel_length - 1)
@@ -103,7 +104,7 @@ class ConvTranspose1d(Module):
             dimension_numbers=(ends, "IOL" if self.permute else "LOI", ends),
         )  # fmt: skip
         y = plus_bias(y, self.bias, ends.index("C"))
-        return TensorValue(y) if wraps(x) else y
+        return y
 
     def initializer(self, name: str) -> Any:
         """Normal weights with variance 1/(input channels · kernel length); a zero bias."""

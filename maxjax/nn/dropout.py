@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.kind import on_arrays
 from ..rendering.rendered import guarded
 from .layer import Module
 
@@ -36,8 +36,9 @@ class Dropout(Module):
             raise ValueError(f"p is a probability from 0 to 1, not {p}")
         self.p = float(p)
 
+    @on_arrays
     def __call__(self, x: Any, key: jax.Array | None = None) -> Any:
-        """``x`` after dropout, in its shape and dtype; a TensorValue for a TensorValue.
+        """``x`` after dropout, in its shape and dtype.
 
         Args:
             key: random key; None keeps every element.
@@ -47,15 +48,14 @@ class Dropout(Module):
         """
         if key is None or self.p == 0:
             return x
-        array = jnp.asarray(unwrap(x))
+        array = jnp.asarray(x)
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             raise ValueError(
                 f"Dropout takes floats, not {array.dtype}: cast the input to a float first"
             )
         kept = jax.random.bernoulli(key, 1 - self.p, array.shape)
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        y = jnp.where(kept, array * jnp.asarray(scale, array.dtype), jnp.zeros((), array.dtype))
-        return TensorValue(y) if wraps(x) else y
+        return jnp.where(kept, array * jnp.asarray(scale, array.dtype), jnp.zeros((), array.dtype))
 
     def __repr__(self) -> str:
         return guarded(self, lambda: f"Dropout({self.p})")

@@ -113,7 +113,8 @@ class Linear(LowRank):
         Raises:
             ValueError: the last axis of ``x`` is not ``in_dim`` long, or ``x`` is a TensorValue of integers.
         """
-        weight = self.weight if self.clip_weight is None else self._clipped()
+        limit = self.clip_weight
+        weight = self.weight if limit is None else self._clipped(limit)
         y = self._product(x, weight)
         if self.lora is not None:
             y = self.updated(y, x)
@@ -122,8 +123,8 @@ class Linear(LowRank):
     def _product(self, x: Any, weight: Any) -> Any:
         return matmul(x, weight)
 
-    def _clipped(self) -> Any:
-        return jnp.clip(jnp.asarray(self.weight.operand()), -self.clip_weight, self.clip_weight)
+    def _clipped(self, limit: float) -> jax.Array:
+        return jnp.clip(jnp.asarray(self.weight.operand()), -limit, limit)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:

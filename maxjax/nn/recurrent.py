@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ..dtype import DType, promote
 from ..elsewhere import either
 from ..graph.device import DeviceRef
-from ..graph.value import TensorValue, unwrap, wraps
+from ..graph.kind import on_arrays
 from ..graph.weight.weight import Weight
 from ..kernels import matmul
 from ..kernels.operation import varying_with
@@ -61,7 +61,7 @@ class _Recurrent(Module):
         if state is None:
             return tuple(jnp.zeros(shape, x.dtype) for _ in range(self.states))
         given = state if self.states > 1 else (state,)
-        found = tuple(jnp.asarray(unwrap(one)) for one in given)
+        found = tuple(jnp.asarray(one) for one in given)
         if len(found) != self.states or any(one.shape != shape for one in found):
             raise ValueError(
                 f"the state of {type(self).__name__} is {self.states} array(s) of shape {shape}, not "
@@ -70,7 +70,7 @@ class _Recurrent(Module):
         return found
 
     def _checked(self, x: Any, ndim: int, inputs: int) -> jax.Array:
-        array = jnp.asarray(unwrap(x))
+        array = jnp.asarray(x)
         if array.ndim != ndim or array.shape[-1] != inputs:
             shape = f"[{'B, ' if ndim == 2 else 'B, T, '}{inputs}]"
             raise ValueError(f"{type(self).__name__} takes {shape}, not {array.shape}")
@@ -86,11 +86,6 @@ def _alike(from_x: jax.Array, state: State) -> tuple[jax.Array, State]:
     """The gates and the state in the dtype that holds all of them, which a step keeps, as a scan requires."""
     dtype = reduce(promote, (DType.of(one.dtype) for one in (from_x, *state))).np
     return from_x.astype(dtype), tuple(one.astype(dtype) for one in state)
-
-
-def _returned(x: Any, results: Any) -> Any:
-    """The results, as TensorValues if the inputs ``x`` are one."""
-    return jax.tree.map(TensorValue, results) if wraps(x) else results
 
 
 class _LSTM(_Recurrent):
@@ -130,6 +125,7 @@ class _Cell(_Recurrent):
         self.has_bias = either(True, has_bias=has_bias, bias=bias)
         self._make("", input_size, dtype, device or DeviceRef.CPU())
 
+    @on_arrays
     def __call__(self, x: Any, state: Any = None) -> Any:
         """One step.
 
@@ -146,7 +142,7 @@ class _Cell(_Recurrent):
         array = self._checked(x, 2, self.input_size)
         start = self._start(array, state, (array.shape[0], self.hidden_size))
         new = self._step(*_alike(self._gates(array, "ih"), start), "")
-        return _returned(x, new if self.states > 1 else new[0])
+        return new if self.states > 1 else new[0]
 
 
 class LSTMCell(_LSTM, _Cell):
@@ -216,6 +212,7 @@ class _Sequence(_Recurrent):
         forward = f"_l{number}"
         return (forward, f"{forward}_reverse") if self.bidirectional else (forward,)
 
+    @on_arrays
     def __call__(self, x: Any, state: Any = None) -> tuple[jax.Array, Any]:
         """Runs all steps of a batch of sequences.
 
@@ -243,7 +240,7 @@ class _Sequence(_Recurrent):
                 last.append(final)
             y = jnp.concatenate(outputs, -1)
         states = tuple(jnp.stack(one) for one in zip(*last, strict=True))
-        return _returned(x, (y, states if self.states > 1 else states[0]))
+        return y, states if self.states > 1 else states[0]
 
     def _run(self, x: jax.Array, state: State, end: str) -> tuple[jax.Array, State]:
         """One layer in one direction: its hidden states ``[B, T, H]``, and the last state."""

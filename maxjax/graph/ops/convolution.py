@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ..operands import same_dtype
+from ..operands import check_not_empty, same_dtype
 from .lift import array, lift, pair, same, sizing
 
 
@@ -125,19 +125,6 @@ def _convolve(
     )  # fmt: skip
     check_not_empty(y, x, w, image)
     return _add_bias(y, bias, image)
-
-
-def check_not_empty(y: jax.Array, x: jax.Array, w: jax.Array, image: str) -> None:
-    """Checks that the filters ``w`` fit into the input ``x`` at least once: JAX gives an empty result ``y`` otherwise.
-
-    Raises:
-        ValueError: they do not.
-    """
-    spatial = [i for i, letter in enumerate(image) if letter not in "NC"]
-    if any(same(y.shape[i], 0) and not same(x.shape[i], 0) for i in spatial):
-        raise ValueError(
-            f"convolution: the filters {w.shape} are larger than the input {x.shape} with its padding"
-        )
 
 
 @sizing("stride", "dilation", "padding", "output_paddings")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...elsewhere import either
 from ...graph.device import DeviceRef
-from ...graph.value import TensorValue, unwrap, wraps
+from ...graph.kind import on_arrays
 from ...graph.weight.weight import Weight
 from ...kernels import matmul
 from ...kernels.attention import mask_4d
@@ -84,6 +84,7 @@ class MultiHeadAttention(Module):
         )
         self.out_proj = Linear(embed_dim, embed_dim, dtype, device, has_bias=has_bias)
 
+    @on_arrays
     def __call__(
         self,
         query: Any,
@@ -93,7 +94,7 @@ class MultiHeadAttention(Module):
         *,
         is_causal: bool = False,
     ) -> Any:
-        """Attention of ``query`` to ``key`` and ``value``; a TensorValue for a TensorValue.
+        """Attention of ``query`` to ``key`` and ``value``.
 
         Args:
             query: queries before projection, ``[B, T, E]``.
@@ -118,14 +119,13 @@ class MultiHeadAttention(Module):
             t, s = q.shape[1], k.shape[1]
             causal = jnp.tril(jnp.ones((1, 1, t, s), bool))
             scores = (q.shape[0], self.num_heads, t, s)
-            mask = causal if mask is None else mask_4d(unwrap(mask), scores) & causal
+            mask = causal if mask is None else mask_4d(mask, scores) & causal
         y = tapped_attention(q, k, v, mask)
-        y = self.out_proj(y.reshape(*y.shape[:2], self.embed_dim))
-        return TensorValue(y) if wraps(query) else y
+        return self.out_proj(y.reshape(*y.shape[:2], self.embed_dim))
 
     def _projected(self, *inputs: Any) -> list[jax.Array]:
         """Queries, keys and values ``[B, T or S, E]``."""
-        arrays = [jnp.asarray(unwrap(a)) for a in inputs]
+        arrays = [jnp.asarray(a) for a in inputs]
         size = self.embed_dim
         if self.is_fused and inputs[0] is inputs[1] and inputs[1] is inputs[2]:
             y = matmul(arrays[0], self.in_proj_weight)

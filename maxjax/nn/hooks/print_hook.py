@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.core import Tracer
 
-from ...graph.value import TensorValue
+from ...graph.kind import is_tensor_value
 from ..layer import hooks
 from ..layer.hooks import Layer, add_layer_hook
 from ..layer.walk import recursive_named_layers
@@ -131,8 +131,8 @@ class PrintHook:
                 self._show(f"{label}_{field.name}", getattr(value, field.name))
             return
         self._printed[self._step] = self._printed.get(self._step, 0) + 1
-        if isinstance(value, TensorValue):
-            value.print(label)
+        if is_tensor_value(value):
+            value.print(label)  # type: ignore[attr-defined]
         elif isinstance(value, Tracer):
             print(f"{label}: {value.aval}")
         else:

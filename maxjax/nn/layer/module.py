@@ -12,17 +12,14 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, wraps
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
 from ...elsewhere import METHODS, check_keywords
 from ...errors import UserInputError
 from ...graph import compile_cache
-from ...graph.graph import Graph
 from ...graph.kind import is_tensor_value
-from ...graph.program import Model, Program, Trees
-from ...graph.subgraph import Subgraph
 from ...graph.tensor_type import TensorType
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.running import RUNNING
@@ -38,6 +35,13 @@ from .state import StateDict
 from .static import Live, freeze, unread_fields, unshared
 from .walk import Walk
 from .watched import AssignedList
+
+if (
+    TYPE_CHECKING
+):  # MAX's graph language, which trace, compile and build_subgraph import on first use
+    from ...graph.graph import Graph
+    from ...graph.program import Model
+    from ...graph.subgraph import Subgraph
 
 
 class Module(OfModule, Layer, StateDict, ABC):
@@ -415,6 +419,8 @@ class Module(OfModule, Layer, StateDict, ABC):
 
     def trace(self, *input_types: TensorType, name: str | None = None, **options: Any) -> Graph:
         """Traces this Module for arguments of these types; the options are those of :class:`Graph`."""
+        from ...graph.graph import Graph
+
         return Graph(name or type(self).__qualname__, self, input_types, **options)
 
     def compile(
@@ -453,6 +459,9 @@ class Module(OfModule, Layer, StateDict, ABC):
             >>> print(program(jnp.ones((4, 3)))[0])
             [3. 3.]
         """
+        from ...graph.graph import Graph
+        from ...graph.program import Model, Program, Trees
+
         del session
         compile_cache.enable()
         title = name or type(self).__qualname__
@@ -500,6 +509,8 @@ class Module(OfModule, Layer, StateDict, ABC):
             >>> net(jnp.ones((2, 3))).shape
             [Dim(2), Dim(3)]
         """
+        from ...graph.subgraph import Subgraph
+
         given = inputs if inputs is not None else input_types
         if given is None:
             raise TypeError("build_subgraph() needs inputs (or input_types)")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.kind import on_arrays

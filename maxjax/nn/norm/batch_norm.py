@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ...dtype import DType
 from ...graph.device import DeviceRef
-from ...graph.value import TensorValue, unwrap, wraps
+from ...graph.kind import on_arrays
 from ...graph.weight.weight import Weight
 from ..layer import Module
 from .norms import check_floats
@@ -75,6 +75,7 @@ class BatchNorm(Module):
         self.running_mean, self.running_var = vector("running_mean"), vector("running_var")
         self.num_batches_tracked = Weight("num_batches_tracked", DType.int64, (), device)
 
+    @on_arrays
     def __call__(self, x: Any) -> Any:
         """``[B, C, ...]`` → the same shape and dtype, normalised by the running statistics.
 
@@ -87,8 +88,9 @@ class BatchNorm(Module):
             for w in (self.running_mean, self.running_var)
         )
         y = self._normalised(array, mean, variance)
-        return TensorValue(y) if wraps(x) else y
+        return y
 
+    @on_arrays
     def update(self, x: Any) -> tuple[Any, dict[str, jax.Array]]:
         """``x`` normalised by its own statistics, and the new running statistics by name.
 
@@ -117,7 +119,7 @@ class BatchNorm(Module):
             old = jnp.asarray(getattr(self, name))
             moved = (1 - share) * old.astype(jnp.float32) + share * jax.lax.stop_gradient(value)
             found[name] = moved.astype(old.dtype)
-        return TensorValue(y) if wraps(x) else y, found
+        return y, found
 
     def with_statistics(self, statistics: dict[str, jax.Array]) -> BatchNorm:
         """Returns a copy of this layer with the running statistics that :meth:`update` returned."""
@@ -139,7 +141,7 @@ class BatchNorm(Module):
         return y.astype(x.dtype)
 
     def _checked(self, x: Any) -> jax.Array:
-        array = jnp.asarray(unwrap(x))
+        array = jnp.asarray(x)
         fits = array.ndim >= 2 if self.ranks is None else array.ndim in self.ranks
         if not fits or array.shape[1] != self.num_features:
             raise ValueError(
