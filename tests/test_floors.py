@@ -21,7 +21,7 @@ LAYERS = [
     # what the rest is written in
     """errors elsewhere completion reloads lazy absent columns patterns paths heartbeat agreement progress
     distributed lockstep dtype driver cache_folder native_library rendering
-    graph/dim graph/shape graph/device graph/kind""",
+    graph/dim graph/shape graph/device""",
     "storage",  # bytes on disk to named arrays, and back
     "kernels",  # arithmetic on values
     "graph",  # what a weight is, where it lies, and programs of values

@@ -262,8 +262,6 @@ class GroupNorm(ReplicatedLayer, Module):
         return jax.nn.initializers.zeros if name == "bias" else jax.nn.initializers.ones
 
 
-
-
 def check_floats(what: Any, x: jax.Array) -> None:
     """Checks that an input holds floats: a result of integers would be rounded to the type of the input.
 
