@@ -20,6 +20,7 @@ Then, where the layer needs them:
   one of them passes, the row says less than the layer can do.
 * ``is_typical``: whether the default set of tests runs a stack of these layers through all contracts as well. Of
   other layers that is a campaign.
+* ``is_variant``: whether the contracts after the first are a campaign, as another row is of nearly the same layer.
 
 Inputs have 32 features where a linear layer takes them: a block of a quantised weight.
 """
@@ -58,6 +59,7 @@ class Row:
     values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     is_typical: bool = False
+    is_variant: bool = False
 
     def filled(self, seed: int = 0) -> tuple[nn.Module, dict[str, np.ndarray]]:
         """The layer with random weights, and those weights in float64 by name."""
@@ -239,22 +241,24 @@ def stack_of(row: Row, count: int = 2) -> Row:
 
 LAYERS = [
     # linear layers
-    Row("Linear", lambda: nn.Linear(E, 8), (X,), ref.linear),
+    Row("Linear", lambda: nn.Linear(E, 8), (X,), ref.linear, is_variant=True),
     Row("Linear-bias", lambda: nn.Linear(E, 8, has_bias=True), (X,), ref.linear),
     Row("Linear-clip", lambda: nn.Linear(E, 8, has_bias=True, clip_weight=0.3), (X,), ref.clipped_linear(0.3),
-        without={"lora": "the bound is that of the base weight"}),
+        without={"lora": "the bound is that of the base weight"}, is_variant=True),
     Row("Linear-rows", lambda: split_by(ShardingStrategy.rowwise(1), nn.Linear(E, 8, has_bias=True)), (X,),
         ref.linear, split=("*",)),
     Row("Linear-columns", lambda: split_by(ShardingStrategy.columnwise(1), nn.Linear(E, 8, has_bias=True)), (X,),
         ref.linear, split=("weight",)),
-    Row("ColumnParallelLinear", lambda: nn.ColumnParallelLinear(E, 8, has_bias=True), (X,), ref.linear, split=("*",)),
+    Row("ColumnParallelLinear", lambda: nn.ColumnParallelLinear(E, 8, has_bias=True), (X,), ref.linear, split=("*",),
+        is_variant=True),
     Row("ColumnParallelLinear-devices", lambda: nn.ColumnParallelLinear(E, 8, devices=TWO), ((X, X),),
         ref.parallel_linear, split=("*",),
         without={"lora": "its parts have no adapters", "quantised": "parts made before stay those of floats"}),
     Row("TransposedLinear", lambda: TransposedLinear(E, 8, DType.float32), (X,), ref.transposed_linear,
         without={"quantised": "its rows are inputs", **ARRAYS_ONLY}),
     Row("StackedLinear", lambda: nn.StackedLinear(E, [8, 4], ["a", "b"], has_bias=True), (X,), ref.together("a", "b")),
-    Row("StackedLinear-stacked", lambda: nn.StackedLinear(E, [8, 4], ["a", "b"], stacked=True), (X,), ref.linear),
+    Row("StackedLinear-stacked", lambda: nn.StackedLinear(E, [8, 4], ["a", "b"], stacked=True), (X,), ref.linear,
+        is_variant=True),
     Row("MLP", lambda: nn.MLP("float32", None, E, 64, has_bias=True), (X,), ref.mlp,
         split=("gate_proj.*", "up_proj.*", "down_proj.weight"), is_typical=True),
     Row("FusedMLP", lambda: nn.FusedMLP("float32", E, 64, [CPU]), (X,), ref.fused_mlp),
@@ -272,34 +276,37 @@ LAYERS = [
     Row("LayerNorm", lambda: nn.LayerNorm(E), (X,), ref.layer_norm, without=NO_LINEAR),
     Row("RMSNorm", lambda: nn.RMSNorm(E), (X,), ref.rms_norm, without=NO_LINEAR),
     Row("ConstantLayerNorm", lambda: nn.ConstantLayerNorm(E), (X,), lambda w, x: ref.normalised(x, -1, 1e-5),
-        without=NO_LINEAR),
+        without=NO_LINEAR, is_variant=True),
     Row("GroupNorm", lambda: nn.GroupNorm(2, 4, device=CPU), (random(B, 4, 5),), ref.group_norm(2), without=NO_LINEAR),
     Row("BatchNorm1d", lambda: nn.BatchNorm1d(4), (random(B, 4, 5),), ref.batch_norm,
         values={"running_var": lambda v: v**2 + 0.5}, without=NO_LINEAR),
     Row("BatchNorm2d", lambda: nn.BatchNorm2d(4), (random(B, 4, 3, 2),), ref.batch_norm,
-        values={"running_var": lambda v: v**2 + 0.5}, without=NO_LINEAR),
+        values={"running_var": lambda v: v**2 + 0.5}, without=NO_LINEAR, is_variant=True),
     # convolutions
     Row("Conv1D", lambda: nn.Conv1D(3, 4, 6, stride=2, padding=1, has_bias=True), (random(B, 7, 4),),
         ref.conv(stride=2, padding=1), without=NO_LINEAR),
     Row("Conv2d", lambda: nn.Conv2d((3, 2), 4, 6, num_groups=2), (random(B, 5, 4, 4),), ref.conv(groups=2),
         without=NO_LINEAR),
     Row("Conv2d-permute", lambda: nn.Conv2d(2, 3, 4, has_bias=True, permute=True), (random(B, 3, 4, 4),),
-        ref.channels_first(ref.conv()), without=NO_LINEAR),
-    Row("Conv3D", lambda: nn.Conv3D(1, 2, 2, 3, 4), (random(B, 2, 3, 3, 3),), ref.conv(), without=NO_LINEAR),
+        ref.channels_first(ref.conv()), without=NO_LINEAR, is_variant=True),
+    Row("Conv3D", lambda: nn.Conv3D(1, 2, 2, 3, 4), (random(B, 2, 3, 3, 3),), ref.conv(), without=NO_LINEAR,
+        is_variant=True),
     Row("ConvTranspose1d", lambda: nn.ConvTranspose1d(3, 4, 6, stride=2, has_bias=True), (random(B, 4, 4),),
         ref.conv_transpose(2), without=NO_LINEAR),
     # recurrent layers
     Row("LSTMCell", lambda: nn.LSTMCell(3, 5), (random(B, 3), STATES), ref.lstm_cell, without=NO_LINEAR),
-    Row("GRUCell", lambda: nn.GRUCell(3, 5), (random(B, 3), STATES[0]), ref.gru_cell, without=NO_LINEAR),
+    Row("GRUCell", lambda: nn.GRUCell(3, 5), (random(B, 3), STATES[0]), ref.gru_cell, without=NO_LINEAR,
+        is_variant=True),
     Row("LSTM", lambda: nn.LSTM(3, 5, bidirectional=True), (random(B, T, 3),), ref.lstm_both_ways(5),
         without=NO_LINEAR),
-    Row("GRU", lambda: nn.GRU(3, 5, num_layers=2), (random(B, T, 3),), ref.gru(2, 5), without=NO_LINEAR),
+    Row("GRU", lambda: nn.GRU(3, 5, num_layers=2), (random(B, T, 3),), ref.gru(2, 5), without=NO_LINEAR,
+        is_variant=True),
     # attention
     Row("RotaryEmbedding", lambda: nn.RotaryEmbedding(16, 2, 1e4, 8), (HEADS,), lambda w, x: ref.rope(x),
         without=NO_LINEAR),
     Row("Llama3RotaryEmbedding", lambda: nn.Llama3RotaryEmbedding(16, 2, 1e4, 8, interleaved=False, scaling_params=
                                                                   nn.LinearScalingParams(2.0)), (HEADS,),
-        lambda w, x: ref.rope(x, interleaved=False, stretch=2), without=NO_LINEAR),
+        lambda w, x: ref.rope(x, interleaved=False, stretch=2), without=NO_LINEAR, is_variant=True),
     Row("MultiHeadAttention", lambda: nn.MultiHeadAttention(E, 4), (X,), ref.multi_head_attention(4)),
     Row("MultiheadAttention", lambda: MultiheadAttention(4, E, qkv_has_bias=True), (X,), ref.max_attention(4)),
     Row("AttentionWithRope", lambda: attention(num_key_value_heads=2, use_qk_norm=True), (X,),
@@ -307,7 +314,7 @@ LAYERS = [
     Row("AttentionWithRope-stacked", lambda: attention(stacked_qkv=True, has_bias=True), (X,),
         ref.rope_attention(4, 4, 8), split=("qkv_proj.*", "o_proj.weight")),
     Row("AttentionWithRope-paged", paged, (X,), in_attention(ref.rope_attention(4, 4, 8)),
-        split=("*.weight",), without=NO_EXPLICIT_PAGES),
+        split=("*.weight",), without=NO_EXPLICIT_PAGES, is_variant=True),
     Row("LatentAttentionWithRope-paged", latent, (X,), in_attention(ref.latent_attention(4, 8, 4, 8)),
         without=NO_EXPLICIT_PAGES),
     Row("TransformerBlock", lambda: nn.TransformerBlock(attention(), nn.MLP("float32", None, E, E), nn.RMSNorm(E),

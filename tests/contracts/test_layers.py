@@ -43,6 +43,8 @@ def each_layer(test, rows=LAYERS):
         marks = [] if why is None else [pytest.mark.xfail(reason=why)]
         if row in STACKS:
             marks.append(pytest.mark.slow if row.is_typical else pytest.mark.campaign)
+        elif row.is_variant and contract != "forward":
+            marks.append(pytest.mark.campaign)
         return pytest.param(row, id=row.name, marks=marks)
 
     return pytest.mark.parametrize("row", [case(row) for row in rows])(test)
