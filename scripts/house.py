@@ -2,7 +2,8 @@
 
 Counted are files in the longest chain of imports, files that only a sibling imports, class names that are
 defined twice, private members of Weight that other files use, attributes assigned from another file, lines of
-code, and lines of `models/` and `nn/` that run in one call of a language model with a cache.
+code, lines of `models/` and `nn/` that run in one call of a language model with a cache, and functions that the
+call of a layer enters before a kernel.
 Facades (an `__init__` that re-exports names) and imports under `TYPE_CHECKING` do not count. An import through
 a facade counts as an import of the file that defines the name.
 """
@@ -14,9 +15,10 @@ import inspect
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -187,6 +189,85 @@ def executed_lines(root: Path, name: str, settings: Mapping[str, int]) -> Counte
     return Counter(file.removeprefix(f"{root}/") for file, _ in seen)
 
 
+# Layer -> the most functions of the package that its call enters before one of `kernels/`, and how it is made.
+WALKS: dict[str, tuple[int, Callable[[Any], Any]]] = {
+    "Linear": (8, lambda nn: nn.Linear(32, 32, has_bias=True)),
+    "Linear in blocks": (16, lambda nn: _in_blocks(nn.Linear(32, 32))),
+    "Linear with LoRA": (16, lambda nn: _adapted(nn.Linear(32, 32))),
+    "Linear on a mesh": (16, lambda nn: _on_mesh(nn.Linear(32, 32))),
+    "Embedding": (16, lambda nn: nn.Embedding(32, 32)),
+    "RMSNorm": (30, lambda nn: nn.RMSNorm(32)),
+    "MultiHeadAttention": (16, lambda nn: nn.MultiHeadAttention(32, 4)),
+}
+
+
+def _in_blocks(layer: Any) -> Any:
+    import jax
+
+    import maxjax
+    from maxjax import nn
+
+    layer = maxjax.init(layer, jax.random.key(0))
+    return maxjax.quantize(nn.LayerList([layer]), "q8_0").model[0]
+
+
+def _adapted(layer: Any) -> Any:
+    import jax
+
+    import maxjax
+    from maxjax import lora, nn
+
+    one = nn.LayerList([maxjax.init(layer, jax.random.key(0))])
+    return lora.add(one, "0", rank=2, key=jax.random.key(1))[0]
+
+
+def _on_mesh(layer: Any) -> Any:
+    import maxjax
+
+    return layer.to(maxjax.make_mesh(model=1))
+
+
+def walk(root: Path, call: Callable[[], Any]) -> list[str]:
+    """The functions of the package that a call enters, in order; its second call counts."""
+    found: list[str] = []
+
+    def enter(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{root}/"):
+            found.append(f"{code.co_filename.removeprefix(f'{root}/')}:{code.co_qualname}")
+
+    call()
+    sys.setprofile(enter)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def walks(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
+    """How many functions the call of each layer enters before a kernel."""
+    import jax
+    import jax.numpy as jnp
+
+    import maxjax
+    from maxjax import nn
+
+    for name, (limit, make) in WALKS.items():
+        layer = make(nn)
+        if any(w.is_lazy for w in layer.raw_state_dict().values()):
+            layer = maxjax.init(layer, jax.random.key(0))
+        x = jnp.zeros((1, 3), int) if name == "Embedding" else jnp.ones((1, 3, 32))
+        found = walk(root, lambda layer=layer, x=x: layer(x))
+        kernel = next((i for i, one in enumerate(found) if one.startswith("kernels/")), len(found))
+        yield (
+            kernel,
+            limit,
+            f"functions that {name} enters before a kernel",
+            ", ".join(found[:kernel]),
+        )
+
+
 def figures(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
     """For each figure of the package at `root`: value, limit, meaning, and the files or names counted."""
     house = House(root)
@@ -205,6 +286,7 @@ def figures(root: Path) -> Iterator[tuple[float, float | None, str, str]]:
             files = executed_lines(root, name, settings)
             by_file = ", ".join(f"{file} {count}" for file, count in files.most_common())
             yield files.total(), limit, f"lines that {name}'s model(ids, cache) runs", by_file
+        yield from walks(root)
     lines = sum(code_lines(root / file) for file in house.files)
     yield lines, None, f"lines of code in {len(house.files)} files", ""
 

@@ -166,7 +166,7 @@ def wants_values(args: Iterable[Any]) -> bool:
             if any(map(wraps, leaves)):
                 return True
             has_array = has_array or any(isinstance(leaf, jax.Array) for leaf in leaves)
-    return KIND.values and not has_array
+    return KIND.now == VALUES and not has_array
 
 
 def _is_leaf(x: Any) -> bool:

@@ -89,6 +89,8 @@ class Embedding(LowRank):
 
     def _result(self, indices: Any) -> Any:
         rows = _integers(indices)
+        if self.weight.sharding is None and self.lora is None:
+            return embed(self.weight, rows)
         if can_be_in_place(self.weight, rows) and rows.size <= int(self.weight.logical_shape[0]):
             found = in_place(self._looked_up, self.weight, rows, features=1, whole=True)
         else:

@@ -497,10 +497,17 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
 
 def is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
     """Whether a weight of a Module or an argument is traced."""
-    cache = cache_of(module)
+    cache = module._mx_cache
+    if cache is None or cache.structure != EPOCH.structure or cache.watches:
+        cache = cache_of(module)
     if cache.values != EPOCH.values:
         cache.refresh()
-    return cache.traced or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+    if cache.traced:
+        return True
+    for leaf in jax.tree.leaves((args, kwargs)):  # each call of a layer runs this
+        if isinstance(leaf, Tracer):
+            return True
+    return False
 
 
 def weight_values(module: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...elsewhere import either
 from ...graph.device import DeviceRef
-from ...graph.kind import on_arrays
+from ...graph.kind import as_array, on_arrays
 from ...graph.operands import normalised
 from ...graph.weight.weight import Weight
 from ..layer import Module
@@ -288,5 +288,5 @@ def _check_last_axis(layer: Module, x: jax.Array, length: int) -> None:
 
 def _row(weight: Any, ndim: int, dtype: Any) -> jax.Array:
     """The weight with leading axes of length 1, which make the broadcast explicit."""
-    array = jnp.asarray(weight).astype(dtype)
+    array = jnp.asarray(as_array(weight)).astype(dtype)
     return array.reshape((1,) * (ndim - 1) + array.shape)
