@@ -66,11 +66,11 @@ def place(
 
     Example:
         >>> import jax, maxjax
-        >>> from maxjax.graph import ShardingStrategy
+        >>> from maxjax.graph.placement.split import ROWS
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("fsdp", "model"))
-        >>> tuple(place("w", (8, 6), ShardingStrategy.rowwise(1), mesh).spec)
+        >>> tuple(place("w", (8, 6), ROWS, mesh).spec)
         ('model', 'fsdp')
-        >>> place("w", (9, 6), ShardingStrategy.rowwise(1), mesh).why
+        >>> place("w", (9, 6), ROWS, mesh).why
         'the 9 values of axis 0 do not divide by model=4; axis 1 over fsdp=2'
     """
     if isinstance(wanted, PartOf):
