@@ -94,3 +94,10 @@ def test_a_step_of_training_returns_the_model_with_new_statistics():
     # No gradient reaches running statistics.
     grads = jax.jit(jax.grad(lambda m: m(x)[0].sum(), allow_int=True))(net)
     assert float(jnp.abs(grads.norm.running_var.value).max()) == 0
+
+
+def test_a_state_dict_is_loaded_again():
+    layer = maxjax.init(nn.BatchNorm(3), jax.random.key(0))
+    state = layer.state_dict()
+    layer.load_state_dict(state)
+    np.testing.assert_array_equal(layer.num_batches_tracked.value, state["num_batches_tracked"])

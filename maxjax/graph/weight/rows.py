@@ -133,7 +133,7 @@ def placed(row: Row, state: LeafState, sharding: Any, layout: Any = None) -> Pla
 def leaf_in_memory(weight: Any) -> Any:
     """The leaf of a Weight; of a shard whose weight is not read yet, its placeholder."""
     host = getattr(weight, "host", None)
-    return weight._leaf if host is not None and host.is_lazy else weight.leaf
+    return weight.spec.blank() if host is not None and host.is_lazy else weight.leaf
 
 
 def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:

@@ -720,7 +720,7 @@ class Weight(OfWeight, Operators):
 
 
 # Attributes that a copy shares with the Weight. (The shardings of placeholders cannot be copied.)
-_SHARED = ("_spec", "source")
+_SHARED = ("_spec", "_host_spec", "source")
 _OPERANDS = (Weight, jax.Array, np.ndarray, np.generic, StaticDim, int, float, complex)
 # Methods of jax.Array that MAX's values also have, and compute differently.
 _METHODS = frozenset({"max", "min", "mean", "var", "argmax", "squeeze"})
@@ -779,14 +779,33 @@ class Shard(Weight):
         host: Weight that it is a part of.
     """
 
+    # The spec of the host for which this one's was made.
+    _host_spec: WeightSpec
+
     def __init__(self, host: Weight, i: int, device: DeviceRef):
-        strategy = host.sharding_strategy
-        shape = shard_shape(with_values(strategy), host.spec.sizes, i, host.dtype.np)
-        super().__init__(f"{host.name}[{i}]", host.dtype, shape, device,
-                         host.quantization_encoding, host.align, strategy)  # fmt: skip
+        super().__init__(
+            f"{host.name}[{i}]", host.dtype, (), device, None, None, host.sharding_strategy
+        )
         # Alone, as a leaf of a pytree, a shard becomes a plain Weight of the part.
         self._spec = replace(self._spec, kind=Weight, shard_idx=i)
         self.host = host
+        self._follow_host()
+
+    @property
+    def spec(self) -> WeightSpec:
+        """The declaration of the part, which follows that of the host: it may be quantised, for example."""
+        if self.host is not None and self.host.spec is not self._host_spec:
+            self._follow_host()
+        return self._spec
+
+    def _follow_host(self) -> None:
+        host, part = self.host, with_values(self._spec.strategy)
+        dims = shard_shape(part, host.spec.sizes, self._spec.shard_idx or 0, host.dtype.np)
+        self._host_spec = host.spec
+        self._spec = replace(
+            self._spec, dtype=host.dtype, dims=tuple(Shape(dims)), encoding=host.spec.encoding,
+            align=host.spec.align,
+        )  # fmt: skip
 
     def of(self, host: Weight | None) -> Shard:
         """Return the same part of another Weight."""
@@ -797,7 +816,7 @@ class Shard(Weight):
     @property
     def leaf(self) -> Any:
         """The part of the value; its placeholder while there is none."""
-        return self._leaf if self.host.is_missing else self._as_array()
+        return self.spec.blank() if self.host.is_missing else self._as_array()
 
     @property
     def shape(self) -> Any:
@@ -840,7 +859,7 @@ class Shard(Weight):
     def like(self, leaf: Any, name: str | None = None) -> Weight:
         """Return a plain Weight of the part."""
         new = super().like(leaf, name)
-        del vars(new)["host"]
+        del vars(new)["host"], vars(new)["_host_spec"]
         return new
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import maxjax
 from maxjax import nn
 from maxjax.dtype import DType
 from maxjax.engine import InferenceSession
@@ -45,6 +46,15 @@ def test_they_follow_the_weight():
         np.testing.assert_array_equal(jnp.concatenate([one, other]), VALUE * factor)
     x = jnp.ones((4, 2))
     np.testing.assert_allclose(x @ other.T, x @ (2 * VALUE[3:]).T)
+
+
+def test_parts_of_a_weight_that_is_quantised_later_are_quantised():
+    head = maxjax.init(nn.ColumnParallelLinear(32, 64, "float32", [CPU] * 2), jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 32))
+    whole = maxjax.quantize(head, "q8_0").model
+    np.testing.assert_array_equal(whole([x, x])[0], whole(x))
+    part = whole.distributed_linear_layers[1].weight
+    assert part.shape == [32, 34] and part.logical_shape == [32, 32]
 
 
 def test_each_lies_on_its_device():

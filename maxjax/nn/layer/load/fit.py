@@ -185,7 +185,9 @@ def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
     if form is not None and form.elementwise:
         filed = DType.of(form.to_file(np.zeros(0, expected.np)).dtype)
         return None if actual is filed else differs(fitted.name, _dtypes(filed, actual))
-    if actual is not expected:
+    narrow = DType.of(jax.dtypes.canonicalize_dtype(expected.np))
+    # A state dict has integers of 64 bits as JAX holds them, in 32.
+    if actual is not expected and not (actual is narrow and expected.is_integral()):
         same_kind = any(
             of(actual) and of(expected)
             for of in (DType.is_float, DType.is_integral, DType.is_complex)
@@ -193,7 +195,6 @@ def _dtype_problem(fitted: Fit, cast: bool) -> str | None:
         if not (cast and same_kind):
             hint = "; cast=True converts it" if same_kind and not cast else ""
             return differs(fitted.name, _dtypes(expected, actual)) + hint
-    narrow = DType.of(jax.dtypes.canonicalize_dtype(expected.np))
     if narrow is not expected and not expected.is_integral() and not cast:
         return (
             f"weight '{fitted.name}' is {expected}, and JAX runs in 32 bits: pass cast=True to load it as "
