@@ -804,7 +804,7 @@ class Shard(Weight):
         self._host_spec = host.spec
         self._spec = replace(
             self._spec, dtype=host.dtype, dims=tuple(Shape(dims)), encoding=host.spec.encoding,
-            align=host.spec.align,
+            align=host.spec.align, activations=host.spec.activations,
         )  # fmt: skip
 
     def of(self, host: Weight | None) -> Shard:
