@@ -1,4 +1,4 @@
-"""Arrays inside, MAX's values at the door: where TensorValues become arrays, and arrays TensorValues.
+"""Kinds of values: where TensorValues become arrays, and arrays TensorValues.
 
 Code written for MAX computes with TensorValues: while a Graph is built, or while a Module runs that was called with
 one, the operators of Weights return TensorValues, too. maxjax's own layers compute with arrays alone. Their methods
@@ -58,11 +58,11 @@ def computing_with(kind: int) -> Iterator[None]:
         KIND.now = before
 
 
-# --- the door ---------------------------------------------------------------------------------
+# --- functions of arrays ----------------------------------------------------------------------
 
 
-class Door(NamedTuple):
-    """What opens where code that computes with TensorValues calls a function that computes with arrays.
+class ArrayFunction(NamedTuple):
+    """A function that computes with arrays, which code that computes with TensorValues may call.
 
     Attributes:
         function: the function.
@@ -72,13 +72,13 @@ class Door(NamedTuple):
     function: Callable[..., Any]
     floats: bool
 
-    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def arrays_of(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments with arrays in place of TensorValues.
 
         Raises:
             ValueError: an operand is a TensorValue of integers, and must be one of floats.
         """
-        for operand in args if self.floats else ():
+        for operand in (*args, *kwargs.values()) if self.floats else ():
             if isinstance(operand, Operators) and not operand.dtype.is_float():
                 common(operand.dtype, DType.float32)
         return to_arrays((args, kwargs))
@@ -100,7 +100,7 @@ def on_arrays(function: F, floats: bool = False) -> F:
         >>> double(jnp.ones(1))
         (False, Array([2.], dtype=float32))
     """
-    door = Door(function, floats)
+    marked = ArrayFunction(function, floats)
 
     @functools.wraps(function)
     def on_values_too(*args: Any, **kwargs: Any) -> Any:
@@ -109,13 +109,13 @@ def on_arrays(function: F, floats: bool = False) -> F:
                 return function(*args, **kwargs)
             with computing_with(ARRAYS):
                 return function(*args, **kwargs)
-        args, kwargs = door.enter(args, kwargs)
+        args, kwargs = marked.arrays_of(args, kwargs)
         with computing_with(ARRAYS_FOR_VALUES):
             found = function(*args, **kwargs)
         return to_values(found)
 
-    # Where it is the __call__ of a Module, nn/layer/call_stack.py opens the door.
-    on_values_too._door = door  # type: ignore[attr-defined]
+    # Where it is the __call__ of a Module, nn/layer/call_stack.py converts, and calls the function itself.
+    on_values_too._array_function = marked  # type: ignore[attr-defined]
     return on_values_too  # type: ignore[return-value]
 
 

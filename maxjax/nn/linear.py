@@ -113,6 +113,9 @@ class Linear(LowRank):
         Raises:
             ValueError: the last axis of ``x`` is not ``in_dim`` long, or ``x`` is a TensorValue of integers.
         """
+        return self._result(x)
+
+    def _result(self, x: Any) -> jax.Array:
         limit = self.clip_weight
         weight = self.weight if limit is None else self._clipped(limit)
         y = self._product(x, weight)
@@ -238,9 +241,9 @@ class ColumnParallelLinear(Linear):
             NotImplementedError: the layer has LoRA weights, which its parts on several devices do not have.
         """
         if not isinstance(x, list | tuple):
-            return Linear.__call__(self, x)
+            return self._result(x)
         if len(x) == 1:
-            return [Linear.__call__(self, x[0])]
+            return [self._result(x[0])]
         self.refuse_update("a call with one tensor for each device")
         if len(x) != len(self.devices):
             raise ValueError(f"{len(x)} tensors for the {len(self.devices)} devices of a layer")

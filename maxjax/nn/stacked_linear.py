@@ -190,14 +190,14 @@ class StackedLinear(LowRank):
 
     def _by_device(self, x: Any, layout: DeviceMajor) -> list[jax.Array]:
         """The results for a weight in device-major order: no data moves between devices."""
-        stored = self.weight.used()  # [n, r, in_dim]
+        stored = self.weight.gathered_array()  # [n, r, in_dim]
         n, r, _ = stored.shape
         if self.clip_weight is not None:
             stored = jnp.clip(stored, -self.clip_weight, self.clip_weight)
         y = matmul(x, stored.reshape(n * r, -1))
         if self.lora_A is None:
             if self.bias is not None:
-                y = add_bias(y, self.bias.used().reshape(-1))
+                y = add_bias(y, self.bias.gathered_array().reshape(-1))
             return layout.parts(y)
         y = self.updated(explicit.concatenate(layout.parts(y), -1), x)
         return self.split(add_bias(y, self.bias))

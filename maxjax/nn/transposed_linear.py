@@ -64,10 +64,10 @@ class TransposedLinear(LowRank):
             if (mesh := explicit.mesh_of(y)) is not None:
                 y = jax.sharding.reshard(y, explicit.sharding(mesh, explicit.entries(y)[:-1]))
             return jnp.split(y, ends, axis=-1)
-        stored = self.weight.used()  # [in_dim, n, r]
+        stored = self.weight.gathered_array()  # [in_dim, n, r]
         y = _matmul(x, stored.reshape(stored.shape[0], -1))
         if self.lora_A is None:
-            return layout.parts(add_bias(y, self.bias.used().reshape(-1)))
+            return layout.parts(add_bias(y, self.bias.gathered_array().reshape(-1)))
         y = self.updated(explicit.concatenate(layout.parts(y), -1), x)
         return jnp.split(add_bias(y, self.bias), ends, axis=-1)
 

@@ -459,7 +459,7 @@ def changed(case, directory, change, **settings):
         ("bitsandbytes int8", "weight_format", np.ones((), np.uint8), r"must be \[0\], not \[1\]"),
         ("pack-quantized 4", "weight_shape", np.array([128, 64]), r"must be \[128, 128\], not \[128, 64\]"),
         ("bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4",
-         np.frombuffer(b'{"quant_type": "nf4", "blocksize": 32}', np.uint8), "blocksize 64, not '32'"),
+         np.frombuffer(b'{"quant_type": "nf4", "blocksize": 32}', np.uint8), "blocksize 64, not 32"),
     ],
 )  # fmt: skip
 def test_a_tensor_that_is_wrong_is_named(case, key, value, what, tmp_path):

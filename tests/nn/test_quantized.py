@@ -198,7 +198,7 @@ def test_values_that_a_file_must_have():
         (b"{", "not a JSON object"), (b"[1]", "not a JSON object"), (b"\xff", "not a JSON object"),
         (b'{"quant_type": "fp4"}', "quant_type 'nf4', not 'fp4'"),
         (b'{"quant_type": "nf4", "nested_offset": "a"}', "nested_offset 'a'"),
-        (b'{"quant_type": "nf4", "nested_offset": NaN}', "nested_offset 'nan'"),
+        (b'{"quant_type": "nf4", "nested_offset": NaN}', "nested_offset nan"),
         (b"[" * 200, "not a JSON object"),
     ],
 )  # fmt: skip

@@ -291,9 +291,9 @@ class StackedWeight(OfStack, Weight):
         return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
     def _as_array(self, gathered: bool = True) -> jax.Array:
-        return self.used(gathered)
+        return self.gathered_array(gathered)
 
-    def moved(
+    def prepare_move(
         self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
     ) -> Any:
         """Return the values converted to another Sharding: one array, or a dict while some Weights have none."""
@@ -310,7 +310,7 @@ class StackedWeight(OfStack, Weight):
         where = sharding if layout is None else layout.sharding(sharding)
         return put(leaf, with_leading(where, depth, split), name)
 
-    def _settled(self, moved: Any) -> None:
+    def _store_moved(self, moved: Any) -> None:
         if isinstance(moved, dict):
             self._parts, self._leaf = moved, self._spec.blank()
         else:

@@ -1,11 +1,18 @@
 """Weight: a named, possibly lazy tensor that a Module owns.
 
-The Weight holds the value: a ``jax.ShapeDtypeStruct`` until it is loaded, then an array. Everything else that
-JAX compares is its :class:`WeightSpec`. A Weight is in one of three states:
+The Weight holds the value. Everything else that JAX compares is its :class:`WeightSpec`. Where the value is:
 
-- it holds its *leaf*, the array or placeholder that is its entry in a pytree;
-- it is a view of one layer of a :class:`StackedWeight`, which then holds the leaf and the spec;
-- it is a part of another Weight (:class:`Shard`), computed from that Weight's value at each use.
+=====================  =========================================================================================
+a Weight               its *leaf*, the entry in a pytree: an array, or a ``jax.ShapeDtypeStruct`` while it is lazy
+a layer of a stack     the leaf of its :class:`StackedWeight`, ``[n, ...]``; the Weight is a view ``(stack, number)``
+a part (``shard``)     it is computed from the leaf of the *host*, the whole Weight, at each use
+data not read yet      ``source``, which :meth:`Weight.read` makes the leaf
+quantised              the leaf has the file's bytes, ``[out, bytes]``
+=====================  =========================================================================================
+
+An operation reads in this order: :attr:`~Weight.leaf`, :meth:`~Weight.array` (read if necessary; in a Graph, a
+tracer), :meth:`~Weight.gathered_array` (with the sharding that operations need), and the array in logical order.
+:meth:`~Weight.operand` is what ``kernels.matmul`` takes.
 """
 
 from __future__ import annotations
@@ -309,7 +316,7 @@ class Weight(OfWeight, Operators):
         """The jax Sharding that ``Module.to`` set; None if the array lies where JAX or ``device_put`` put it."""
         return self.spec.sharding
 
-    def moved(
+    def prepare_move(
         self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
     ) -> Any:
         """Return the value converted to another Sharding; None if there is no value or a stack holds it.
@@ -321,14 +328,14 @@ class Weight(OfWeight, Operators):
             return None
         return relaid(self._leaf, sharding, self.spec.layout, layout, name)
 
-    def settle(
+    def commit_move(
         self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any, split: tuple[str, ...] = ()
     ) -> None:  # fmt: skip
-        """Adopt a new sharding, with the result of :meth:`moved` for it."""
+        """Adopt a new sharding, with the result of :meth:`prepare_move` for it."""
         self._change_spec(sharding=sharding, why=why, layout=layout, split=split)
-        self._settled(moved)
+        self._store_moved(moved)
 
-    def _settled(self, moved: Any) -> None:
+    def _store_moved(self, moved: Any) -> None:
         self.put(self.spec.blank() if moved is None else moved)
 
     # -- the leaf
@@ -487,7 +494,7 @@ class Weight(OfWeight, Operators):
             leaf = self.read()
         return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
-    def used(self, gathered: bool = True) -> Any:
+    def gathered_array(self, gathered: bool = True) -> Any:
         """Return the stored array in a form that operations can use; see ``placement/arrays.py``.
 
         Args:
@@ -548,13 +555,13 @@ class Weight(OfWeight, Operators):
         return self.no_value(
             RUNNING.name_of(self),
             "has no value: load one with load_state_dict(), make one with maxjax.init(), "
-            "or pass the model as an argument of jax.eval_shape or jax.jit (no parent graph)",
+            "or pass the model as an argument of jax.eval_shape",
         )
 
     # -- as an array: the operators and methods of jax.Array, or of MAX's values where they are wanted (kind.py)
 
     def _as_array(self, gathered: bool = True) -> jax.Array:
-        return self.spec.logical(self.used(gathered))
+        return self.spec.logical(self.gathered_array(gathered))
 
     def __jax_array__(self) -> jax.Array:
         return self._as_array()
@@ -684,7 +691,8 @@ class Weight(OfWeight, Operators):
         spec = self.spec
         new = object.__new__(spec.kind)
         vars(new).update(
-            vars(self), _spec=spec, _leaf=leaf, _home=None, _full_name=name, loaded_shape=None, source=None
+            vars(self), _spec=spec, _leaf=leaf, _home=None, _full_name=name, _renamed=False,
+            _original=None, loaded_shape=None, source=None,
         )  # fmt: skip
         return new
 

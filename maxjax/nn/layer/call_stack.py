@@ -86,9 +86,9 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
     Values are of the kind that ``call`` computes with (``graph/kind.py``).
     """
     running, before = RUNNING, KIND.now
-    outermost, door = not running.modules, getattr(call, "_door", None)
+    outermost, marked = not running.modules, getattr(call, "_array_function", None)
     has_value = before == VALUES
-    if door is not None or (outermost and not has_value):
+    if marked is not None or (outermost and not has_value):
         has_value = wants_values((*args, *kwargs.values()))
     if outermost:
         running.traced = is_traced(module, args, kwargs)
@@ -97,12 +97,14 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
     elif not running.traced and args and isinstance(args[0], Tracer):
         _warn_if_captured(module, in_eager=True)
     scope = _scope_name(module) if running.traced and not outermost else None
-    is_converted = before == ARRAYS_FOR_VALUES if door is None else has_value
+    is_converted = before == ARRAYS_FOR_VALUES if marked is None else has_value
     if is_converted:
-        args, kwargs = to_values((args, kwargs)) if door is None else door.enter(args, kwargs)
+        args, kwargs = (
+            to_values((args, kwargs)) if marked is None else marked.arrays_of(args, kwargs)
+        )
     running.modules.append(module)
-    if door is not None:
-        call = door.function
+    if marked is not None:
+        call = marked.function
         KIND.now = ARRAYS_FOR_VALUES if has_value else ARRAYS if before == VALUES else before
     elif is_converted or (outermost and has_value):
         KIND.now = VALUES
@@ -119,7 +121,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
         if outermost and running.known:
             running.known.clear()  # it keeps Modules alive
     if is_converted:
-        return (to_arrays if door is None else to_values)(found)
+        return (to_arrays if marked is None else to_values)(found)
     return found
 
 

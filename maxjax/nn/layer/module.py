@@ -36,9 +36,8 @@ from .static import Live, freeze, unread_fields, unshared
 from .walk import Walk
 from .watched import AssignedList
 
-if (
-    TYPE_CHECKING
-):  # MAX's graph language, which trace, compile and build_subgraph import on first use
+# MAX's graph language, which trace, compile and build_subgraph import on first use.
+if TYPE_CHECKING:
     from ...graph.graph import Graph
     from ...graph.program import Model
     from ...graph.subgraph import Subgraph
@@ -56,8 +55,10 @@ class Module(OfModule, Layer, StateDict, ABC):
     one of their fields changes, functions are compiled again.
 
     A Module is a pytree whose leaves are its unique weights' values in state-dict order
-    (``jax.ShapeDtypeStruct`` for weights without a value), so all of JAX works on it. Pass it
-    as an argument: ``jax.jit(lambda m, x: m(x))(model, x)``.
+    (``jax.ShapeDtypeStruct`` for weights without a value), so all of JAX works on it, once its weights
+    have values; before, ``jax.eval_shape``, ``lower`` and functions of trees do. Pass it as an argument:
+    ``jax.jit(lambda m, x: m(x))(model, x)``. JAX compiles again if something else than a value differs:
+    ``definition.py`` says what.
 
     Raises:
         TypeError: the value that is assigned is a JAX array, a NumPy array above 1 MiB, a dict of Modules, a layer of

@@ -77,9 +77,9 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
     moved = []
     for holder, name, sharding, _, layout, split in todo:
         with outside_traces(holder.leaf):
-            moved.append(holder.moved(sharding, layout, name, split))
+            moved.append(holder.prepare_move(sharding, layout, name, split))
     for (holder, _, sharding, why, layout, split), leaf in zip(todo, moved, strict=True):
-        holder.settle(sharding, why, layout, leaf, split)
+        holder.commit_move(sharding, why, layout, leaf, split)
     structure_changed()
 
 

@@ -310,7 +310,7 @@ class MoE(Module):
         One all-reduce sums the results of all devices, including the shared expert's.
         """
         definition, holders = self.gate._mx_definition()
-        gate = [holder.used() for holder in holders]
+        gate = [holder.gathered_array() for holder in holders]
         shared = [self.shared_experts] if self.has_shared_experts else []
         fused = (
             shared

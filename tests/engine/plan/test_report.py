@@ -185,7 +185,7 @@ def test_weights_in_the_memory_of_the_host_take_none_of_a_device():
     mesh = real_mesh({"model": 2})
     place = NamedSharding(mesh, PartitionSpec("model"), memory_kind="pinned_host")
     gate = model.gate_proj.weight
-    gate.settle(place, "", None, gate.moved(place, None, "gate_proj.weight"))
+    gate.commit_move(place, "", None, gate.prepare_move(place, None, "gate_proj.weight"))
     found = plan(model)
     kinds = {kind.name: kind for kind in found.kinds}
     assert kinds["gate_proj.weight"].bytes_per_device == 0

@@ -145,7 +145,7 @@ def test_placed(held):
     s, weights = stack(held)
     device = jax.devices()[2]
     sharding = jax.sharding.SingleDeviceSharding(device)
-    s.settle(sharding, "", None, s.moved(sharding, None, "w"))
+    s.commit_move(sharding, "", None, s.prepare_move(sharding, None, "w"))
     for w in weights:
         assert w.value is None or w.value.devices() == {device}
         w.value = jax.device_put(jnp.zeros(2), sharding)

@@ -411,7 +411,7 @@ def test_inside_jit_what_has_no_room_is_nan(length):
 
 @pytest.mark.parametrize("batch, capacity", [(0, 4), (1, 0), (1.5, 4)])
 def test_a_cache_of_no_size(batch, capacity):
-    with pytest.raises(UserInputError, match="positive number"):
+    with pytest.raises(UserInputError, match="must be an integer of at least 1"):
         Qwen2(CONFIG).cache(batch, capacity)
 
 
