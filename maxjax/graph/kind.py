@@ -180,13 +180,13 @@ def is_tensor_value(x: Any) -> bool:
 
 def as_array(x: Any) -> Any:
     """Return the array of a TensorValue or a Weight; anything else as it is."""
-    return x._as_array() if isinstance(x, Operators) else x
+    return x.__jax_array__() if isinstance(x, Operators) else x
 
 
 def to_arrays(tree: Any) -> Any:
     """Return arguments with arrays in place of TensorValues; what contains none is returned as it is."""
     if isinstance(tree, Operators):
-        return tree._as_array() if wraps(tree) else tree
+        return tree.__jax_array__() if is_tensor_value(tree) else tree  # layers take Weights
     if isinstance(tree, (jax.Array, *_PLAIN)) or _is_leaf(tree):
         return tree
     leaves = jax.tree.leaves(tree, is_leaf=_is_leaf)

@@ -198,7 +198,10 @@ class Operators(Value):
     def __float__(self) -> float:
         return float(self._as_array())
 
-    # -- NumPy
+    # -- JAX and NumPy
+
+    def __jax_array__(self) -> jax.Array:
+        return self._as_array()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = np.asarray(self._as_array())

@@ -31,7 +31,7 @@ from .subgraph import is_input, type_of_input
 from .symbolic import naming, to_dim
 from .tensor_type import Type
 from .value import TensorValue, unwrap
-from .weight.epoch import EPOCH, LEAF_CACHES
+from .weight.epoch import EPOCH, note_leaf_cache
 from .weight.weight import Weight
 from .weights.given import host_or_jax
 
@@ -85,7 +85,7 @@ class Binding:
             ]
             self.sizes = self._named_sizes(values)
             self.leaves, self._epoch = values, epoch
-            LEAF_CACHES.add(self)  # values that have changed are not kept until the next call
+            note_leaf_cache(self)  # values that have changed are not kept until the next call
         return values
 
     def _value(self, entry: GraphWeight, fixed: Any, kind: jax.ShapeDtypeStruct) -> Any:

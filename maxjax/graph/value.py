@@ -41,7 +41,7 @@ from .rebinding import has_declared_sizes, has_traced_bounds, rebound, sliced, s
 from .shape import Dim, Shape
 from .symbolic import to_dim, to_size
 from .tensor_type import TensorType
-from .weight.transpose import Transposed
+from .weight.transpose import TransposedFacts
 from .weight.weight import Weight
 
 
@@ -102,8 +102,6 @@ class TensorValue(Operators, metaclass=ABCMeta):
 
     def _as_array(self) -> jax.Array:
         return self._array
-
-    __jax_array__ = _as_array
 
     # -- properties
 
@@ -372,7 +370,7 @@ TensorValueLike = TensorValue | jax.Array | np.ndarray | np.generic | Dim | int 
 TensorValue.register(Weight)
 
 
-class TransposedValue(Transposed, TensorValue):
+class TransposedValue(TransposedFacts, TensorValue):
     """The result of ``w.T`` where Weights give TensorValues: the matrix with swapped axes.
 
     The array is computed on demand; ``x @ w.T`` does not need it.

@@ -38,7 +38,7 @@ from .family import Family
 from .gguf.metadata import Settings, unsupported
 from .gguf.names import GROUPS, Rule
 from .gguf.table import GGUFTable
-from .names import ROPE_TABLES, Headless, Names, Row
+from .names import ROPE_TABLES, Headless, NameRow, Names
 from .parts import (
     Angles,
     LanguageModel,
@@ -243,11 +243,11 @@ class Falcon(LanguageModel):
 # --- GGUF files ---------------------------------------------------------------------------------
 
 
-class OneNorm(Row):
+class OneNorm(NameRow):
     """GGUF files have one name for the MLP's norm and for the norm of both parts: drops what the layers do not have."""
 
     def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         both = any(".ln_attn." in name for name in tensors)
         if any(".input_layernorm." in n for n in tensors) and any(".ln_mlp." in n for n in tensors):
             left = ".input_layernorm." if both else ".ln_mlp."

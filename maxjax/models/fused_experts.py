@@ -26,7 +26,7 @@ from ..storage.boxes import Box
 from .gguf.layouts import Expert as ExpertLayout
 from .gguf.names import Source
 from .gguf.sources import ArraySource, Relaid, read_box
-from .names import Row
+from .names import NameRow
 
 # Numbers in a block of MXFP4, and bytes that hold them; a GGUF block has its scale in front of these.
 _NUMBERS, _BYTES = 32, 16
@@ -40,7 +40,7 @@ _Stack = tuple[str, bool, str]
 
 
 @dataclass(frozen=True)
-class FusedExperts(Row):
+class FusedExperts(NameRow):
     """The tensors that hold all experts of a layer, and the weights of single experts that a model has.
 
     Attributes:
@@ -225,12 +225,12 @@ class FusedExperts(Row):
         return found
 
     def fused_names(self, name: str) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         place = self._place(name) if self.written else None
         return [name] if place is None else [self._stack_name(place[0])]
 
     def of_modules(self) -> FusedExperts:
-        """See :class:`Row`. The modules have all experts of a layer as one tensor, whatever the files have."""
+        """See :class:`NameRow`. The modules have all experts of a layer as one tensor, whatever the files have."""
         gate_up, down = (
             next((one for one in names if "experts." in one), names[0])
             for names in (self.gate_up, self.down)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Row:
+class NameRow:
     """One row of a table of names. This one changes nothing."""
 
     def model_name(self, name: str) -> str | None:
@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Prefix(Row):
+class Prefix(NameRow):
     """Replaces the first of these prefixes that a name in a file begins with.
 
     Attributes:
@@ -76,25 +76,25 @@ class Prefix(Row):
     in_modules: bool = False
 
     def model_name(self, name: str) -> str | None:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         for old, new in self.prefixes.items():
             if name.startswith(old):
                 return new + name[len(old) :]
         return name
 
     def file_names(self, name: str) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         pairs = self.prefixes.items()
         old = [old + name[len(new) :] for old, new in pairs if name.startswith(new)]
         return [*old, name] if self.written else [name, *old]
 
     def of_modules(self) -> Self:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return replace(self, written=self.in_modules)
 
 
 @dataclass(frozen=True)
-class Headless(Row):
+class Headless(NameRow):
     """A prefix that files of the model without its head leave out, as transformers' class for it has no such part.
 
     Attributes:
@@ -112,16 +112,16 @@ class Headless(Row):
     written: bool = False
 
     def model_name(self, name: str) -> str | None:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return self.prefix + name if name.startswith(self.starts) else name
 
     def file_names(self, name: str) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return [name.removeprefix(self.prefix)] if self.written else [name]
 
 
 @dataclass(frozen=True, init=False)
-class Body(Row):
+class Body(NameRow):
     """The prefix of the names of a model's body in files of the model with a head; files of the body alone lack it.
 
     Args:
@@ -146,21 +146,21 @@ class Body(Row):
             object.__setattr__(self, field, value)
 
     def model_name(self, name: str) -> str | None:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         for prefix in self.prefixes:
             if name.startswith(prefix):
                 return name[len(prefix) :]
         return name
 
     def file_names(self, name: str) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         if matcher(self.head).fullmatch(name):
             return [name]
         found = [prefix + name for prefix in self.prefixes]
         return [*found, name] if self.is_written else [name, *found]
 
     def as_in(self, tensors: Mapping[str, Any]) -> Self:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         used = [one for one in self.prefixes if any(name.startswith(one) for name in tensors)]
         prefixes = (*used, *(one for one in self.prefixes if one not in used))
         return type(self)(*prefixes, head=self.head, is_written=bool(used))
@@ -175,7 +175,7 @@ class Body(Row):
 
 
 @dataclass(frozen=True)
-class SharedBias(Row):
+class SharedBias(NameRow):
     """A bias of a layer that files have under another name, under the layer's, or under both.
 
     Where a file has both, the layer's is read, as in transformers. Files are written with the other name; and with
@@ -197,21 +197,21 @@ class SharedBias(Row):
     written: tuple[str, ...] | None = None
 
     def model_name(self, name: str) -> str | None:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return f"{self.layer}.bias" if name == self.other else name
 
     def file_names(self, name: str) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return [name, self.other] if name == f"{self.layer}.bias" else [name]
 
     def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         if f"{self.layer}.bias" not in tensors:
             return tensors
         return {name: one for name, one in tensors.items() if name != self.other}
 
     def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         bias = f"{self.layer}.bias"
         if bias not in tensors:
             return tensors
@@ -221,7 +221,7 @@ class SharedBias(Row):
         return rest | dict.fromkeys(self.written or written, tensors[bias])
 
     def as_in(self, tensors: Mapping[str, Any]) -> Self:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         both = self.other, f"{self.layer}.bias"
         found = tuple(name for name in both if name in tensors)
         usual = both if f"{self.layer}.weight" in tensors else both[:1]
@@ -229,7 +229,7 @@ class SharedBias(Row):
 
 
 @dataclass(frozen=True)
-class Copy(Row):
+class Copy(NameRow):
     """A tensor that a file has as a copy of another: it is written as well, with the other's values.
 
     Attributes:
@@ -245,12 +245,12 @@ class Copy(Row):
     original: str
 
     def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return {**tensors, self.name: tensors[self.original]}
 
 
 @dataclass(frozen=True)
-class Rename(Row):
+class Rename(NameRow):
     """Replaces the first of these endings that a name in a file ends with, unless it has the new one already.
 
     Attributes:
@@ -276,7 +276,7 @@ class Rename(Row):
         )
 
     def model_name(self, name: str) -> str | None:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         for old, new in self.endings.items():
             is_renamed = len(new) > len(old) and name.endswith(new)
             if name.endswith(old) and not is_renamed:
@@ -284,18 +284,18 @@ class Rename(Row):
         return name
 
     def file_names(self, name: str) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         pairs = self.endings.items()
         old = [name[: -len(new)] + old for old, new in pairs if name.endswith(new)]
         return [*old, name] if self.written else [name, *old]
 
     def of_modules(self) -> Self:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return self if self.in_modules is None else replace(self, written=self.in_modules)
 
 
 @dataclass(frozen=True, init=False)
-class Unwrap(Row):
+class Unwrap(NameRow):
     """Removes parts of names that wrappers of a model or its layers add.
 
     Args:
@@ -312,13 +312,13 @@ class Unwrap(Row):
         object.__setattr__(self, "parts", parts)
 
     def model_name(self, name: str) -> str:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         *parts, last = name.split(".")
         return ".".join([*(part for part in parts if part not in self.parts), last])
 
 
 @dataclass(frozen=True, init=False)
-class Drop(Row):
+class Drop(NameRow):
     """Drops tensors whose names match a pattern, in which ``*`` is any text.
 
     Args:
@@ -340,7 +340,7 @@ class Drop(Row):
             object.__setattr__(self, field, value)
 
     def model_name(self, name: str) -> str | None:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return None if matcher(self.patterns).fullmatch(name) else name
 
     def without(self, *patterns: str) -> Drop:
@@ -350,7 +350,7 @@ class Drop(Row):
 
 
 @dataclass(frozen=True, init=False)
-class DropLayers(Row):
+class DropLayers(NameRow):
     """Drops layers that have one of these parts, such as layers of multi-token prediction; a saved model has them.
 
     Args:
@@ -372,12 +372,12 @@ class DropLayers(Row):
         return tuple({match[1] for match in map(pattern.fullmatch, names) if match is not None})
 
     def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         layers = self._layers(tensors)
         return {name: one for name, one in tensors.items() if not name.startswith(layers)}
 
     def unloaded(self, names: Collection[str]) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         layers = self._layers(names)
         return [name for name in names if name.startswith(layers)]
 
@@ -429,7 +429,7 @@ def text_prefix(front: str) -> Prefix:
     )
 
 
-def multimodal_rows(front: str) -> tuple[Row, ...]:
+def multimodal_rows(front: str) -> tuple[NameRow, ...]:
     """The rows that the table of every decoder has, so that it may be a part of a multimodal model."""
     return text_prefix(front), Drop(*VISION_PATTERNS, kept=True)
 
@@ -461,9 +461,9 @@ class Names:
         ['cls.weight']
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[NameRow, ...]
 
-    def __init__(self, *rows: Row):
+    def __init__(self, *rows: NameRow):
         object.__setattr__(self, "rows", rows)
 
     def model_name(self, tensor: str) -> str | None:

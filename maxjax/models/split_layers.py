@@ -15,13 +15,13 @@ import numpy as np
 from ..errors import CheckpointFormatError, some
 from ..graph.weights import WeightData
 from .gguf.pieces import rows
-from .names import Row
+from .names import NameRow
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True)
-class _Layers(Row):
+class _SplitLayers(NameRow):
     """A row for layers whose rows are those of several layers, one after another, equally many of each.
 
     Attributes:
@@ -33,7 +33,7 @@ class _Layers(Row):
     written: bool = False
 
     def of_modules(self) -> Self:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return replace(self, written=True)
 
     def place(self, layer: str) -> tuple[str, int, int] | None:
@@ -76,7 +76,7 @@ class _Layers(Row):
         return found
 
 
-class SplitLayers(_Layers):
+class SplitLayers(_SplitLayers):
     """Linear layers that are one in a model, and several in transformers' modules.
 
     Example:
@@ -89,31 +89,31 @@ class SplitLayers(_Layers):
     """
 
     def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return self._joined(tensors)
 
     def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return self._divided(tensors) if self.written else tensors
 
     def fused_names(self, name: str) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return self._names_of_parts(name) if self.written else [name]
 
 
-class JoinedLayers(_Layers):
+class JoinedLayers(_SplitLayers):
     """Layers that are several in a model, and one in transformers' modules: the inverse of :class:`SplitLayers`."""
 
     def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return self._divided(tensors)
 
     def fuse(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         return self._joined(tensors) if self.written else tensors
 
     def fused_names(self, name: str) -> list[str]:
-        """See :class:`Row`."""
+        """See :class:`NameRow`."""
         layer, _, kind = name.rpartition(".")
         place = self.place(layer) if self.written else None
         return [name] if place is None else [f"{place[0]}.{kind}"]

@@ -251,7 +251,7 @@ def level(value: Any) -> tuple[str | None, list[Any], list[Any]]:
     if value is None:
         return None, [], []
     if isinstance(value, Operators):
-        return LEAF, [], [value._as_array()]
+        return LEAF, [], [value.__jax_array__()]
     found, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda v: v is not value)
     if len(found) == 1 and not found[0][0]:
         return LEAF, [], [value]

@@ -5,6 +5,7 @@ Caches of treedefs and leaves compare them, and recompute what was computed at a
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -23,7 +24,14 @@ class Epoch:
 EPOCH = Epoch()
 EPOCH.structure = EPOCH.values = 0
 # Objects with a tuple ``leaves`` of values, valid for the present count of values.
-LEAF_CACHES: weakref.WeakSet[Any] = weakref.WeakSet()
+_LEAF_CACHES: weakref.WeakSet[Any] = weakref.WeakSet()
+_LOCK = threading.Lock()
+
+
+def note_leaf_cache(cache: Any) -> None:
+    """Note an object with a tuple ``leaves`` of values, which is emptied when a value changes."""
+    with _LOCK:
+        _LEAF_CACHES.add(cache)
 
 
 def structure_changed() -> None:
@@ -34,7 +42,9 @@ def structure_changed() -> None:
 def values_changed() -> None:
     """Invalidates all cached lists of leaves."""
     EPOCH.values += 1
-    if LEAF_CACHES:
-        for cache in list(LEAF_CACHES):
+    if _LEAF_CACHES:
+        with _LOCK:
+            caches = list(_LEAF_CACHES)
+            _LEAF_CACHES.clear()
+        for cache in caches:
             cache.leaves = ()  # a stale list must not keep old values alive
-        LEAF_CACHES.clear()

@@ -83,7 +83,6 @@ class WeightSpec:
         strategy: sharding strategy, or None.
         sharding: jax Sharding of the weight in logical order; None lets JAX choose.
         layout: order of the stored rows if it is not the logical one.
-        flags: MAX's flags (placeholder, has alias).
         shard_idx: number of the part, for a part of another Weight.
         activations: form in which CPU kernels use the activations beside a quantised weight: "int8" or "float".
         form: conversion between the value and its form in files, if they differ.
@@ -102,7 +101,6 @@ class WeightSpec:
     strategy: Any = None
     sharding: Any = None
     layout: DeviceMajor | None = None
-    flags: tuple[bool, bool] = (False, False)
     shard_idx: int | None = None
     activations: str = "float"
     form: FileForm | None = None

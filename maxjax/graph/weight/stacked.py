@@ -229,6 +229,11 @@ class StackedWeight(OfStack, Weight):
             self._leaf, self._parts = leaf, {}
         values_changed()
 
+    def _set(self, value: Any) -> None:
+        raise ValueError(
+            f"weight '{self.name}' is a stack of {self.spec.count}: set the values of its layers"
+        )
+
     def put_many(self, leaves: Mapping[int, Any]) -> None:
         """Set the leaves of some of the Weights; on failure none is changed."""
         if self._home is not None:
@@ -318,6 +323,9 @@ class StackedWeight(OfStack, Weight):
         values_changed()
 
     # -- copies
+
+    def __copy__(self) -> StackedWeight:
+        return self.like(self.leaf, self._full_name)
 
     def like(self, leaf: Any, name: str | None = None) -> StackedWeight:
         """Return a stack of the same declaration around ``leaf``, which is not inspected."""

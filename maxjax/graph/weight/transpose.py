@@ -19,7 +19,7 @@ from ..operands import wraps
 from ..shape import Shape
 
 
-class Transposed:
+class TransposedFacts:
     """The properties of ``w.T`` that need no array, for both classes."""
 
     __slots__ = ()
@@ -41,7 +41,7 @@ class Transposed:
         return self._weight.dtype
 
 
-class WeightTranspose(Transposed):
+class WeightTranspose(TransposedFacts):
     """The result of ``w.T``, with operators but without ``__jax_array__``.
 
     JAX defers ``x @ w.T`` to ``__rmatmul__``, in eager code and in every transformation, only if

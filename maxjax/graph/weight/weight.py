@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -126,7 +127,6 @@ class Weight(OfWeight, Operators):
             quantization_encoding,
             align,
             checked_strategy(sharding_strategy),
-            flags=(_placeholder, _has_alias),
         )
         self._leaf = self._spec.blank()
 
@@ -462,7 +462,7 @@ class Weight(OfWeight, Operators):
             with outside_traces(value):
                 value = self.to_leaf(value)
         self.put(value)
-        self.loaded_shape = None
+        self.loaded_shape = self.source = None
         if other:
             self._change_spec(dtype=dtype)
 
@@ -474,13 +474,18 @@ class Weight(OfWeight, Operators):
 
     def read(self) -> jax.Array:
         """Read the data that this weight was allocated from, which becomes its value."""
-        # A copy: JAX on a CPU would share memory the user can write to.
-        host = fitting(np.array(self.source))
-        with jax.ensure_compile_time_eval():
-            value = self.to_leaf(host)
-            self.put(value)
-        self.source = None
-        return value
+        with _READING:
+            if is_value(leaf := self.leaf):  # another thread has read it, or set a value
+                return leaf
+            if self.source is None:
+                raise ValueError(self._no_value())
+            # A copy: JAX on a CPU would share memory the user can write to.
+            host = fitting(np.array(self.source))
+            with jax.ensure_compile_time_eval():
+                value = self.to_leaf(host)
+                self.put(value)
+            self.source = None
+            return value
 
     def array(self) -> Any:
         """Return the stored array, read now if necessary; inside a Graph, its tracer."""
@@ -489,8 +494,6 @@ class Weight(OfWeight, Operators):
             return tracer
         leaf = self.leaf
         if not is_value(leaf):
-            if self.source is None:
-                raise ValueError(self._no_value())
             leaf = self.read()
         return leaf.__jax_array__() if type(leaf) is StackSlice else leaf
 
@@ -562,9 +565,6 @@ class Weight(OfWeight, Operators):
 
     def _as_array(self, gathered: bool = True) -> jax.Array:
         return self.spec.logical(self.gathered_array(gathered))
-
-    def __jax_array__(self) -> jax.Array:
-        return self._as_array()
 
     @property
     def _wraps(self) -> bool:
@@ -711,6 +711,11 @@ class Weight(OfWeight, Operators):
             views = vars(stack).setdefault("_views", weakref.WeakValueDictionary())
             views.setdefault((number, bool(self.spec.spans)), self)
 
+    def __copy__(self) -> Weight:
+        new = object.__new__(type(self))
+        new.__setstate__(dict(vars(self)))
+        return new
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
         new = memo[id(self)] = object.__new__(type(self))
         state = {k: v for k, v in vars(self).items() if k != "_views"}
@@ -727,6 +732,8 @@ class Weight(OfWeight, Operators):
         _register(cls)
 
 
+# Held while data of a checkpoint become a Weight's value, so that they do not replace one that was set meanwhile.
+_READING = threading.RLock()
 # Attributes that a copy shares with the Weight. (The shardings of placeholders cannot be copied.)
 _SHARED = ("_spec", "_host_spec", "source")
 _OPERANDS = (Weight, jax.Array, np.ndarray, np.generic, StaticDim, int, float, complex)

@@ -20,6 +20,7 @@ In IPython, the code of the classes, which ``%autoreload`` changes (``reloads.co
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Hashable, Iterator
 from operator import itemgetter
@@ -29,7 +30,7 @@ import jax
 from jax.core import Tracer
 
 from ...graph.kind import ARRAYS, KIND
-from ...graph.weight.epoch import EPOCH, LEAF_CACHES, structure_changed
+from ...graph.weight.epoch import EPOCH, note_leaf_cache, structure_changed
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight, leaf_for_jax, leaf_of
 from ...kernels.stack_slice import StackSlice, stack_of
@@ -126,6 +127,15 @@ watch(structure_changed)
 _INTERNED: weakref.WeakValueDictionary[Hashable, Definition] = weakref.WeakValueDictionary()
 
 
+_LOCK = threading.Lock()
+
+
+def _interned(key: Hashable, made: Definition) -> Definition:
+    """Return the Definition of this key: ``made``, or that of another thread which was faster."""
+    with _LOCK:  # a WeakValueDictionary does not do it in one step
+        return _INTERNED.setdefault(key, made)
+
+
 class Node(NamedTuple):
     """One Module in a Definition.
 
@@ -205,7 +215,7 @@ class Cache:
         leaves = tuple(map(leaf_of, self.weights))
         self.leaves, self.values = leaves, values
         self.traced = any(isinstance(stack_of(leaf), Tracer) for leaf in leaves)
-        LEAF_CACHES.add(self)
+        note_leaf_cache(self)
         return leaves
 
     def names(self, root: Any) -> tuple[dict[str, Weight], dict[str, str]]:
@@ -233,9 +243,9 @@ def _array(leaf: Any) -> Any:
 
 def define(root: Any) -> Cache:
     """Walks the tree below ``root``, and returns its Definition and weights in a new Cache."""
+    epoch = EPOCH.structure  # before the walk: what changes meanwhile must be walked again
     walk = Walk(root, stacked=True)
     changeable = Changeable.below(walk.modules)
-    epoch = EPOCH.structure
     try:
         index, leaves, aliases = walk.owners()
     except ValueError:
@@ -273,8 +283,7 @@ def define(root: Any) -> Cache:
             {attr: unshared(vars(module)[attr], memo) for attr, _ in node.statics}
             for module, node in zip(walk.modules, nodes, strict=True)
         )
-        # Two threads may get here at once: one definition wins.
-        definition = _INTERNED.setdefault(key, definition)
+        definition = _interned(key, definition)
     sliced = any(weight.home is not None for weight in weights)
     lists = AssignedLists(walk.modules)
     unread = _unread_of(walk.modules)
@@ -380,7 +389,7 @@ def marked(root: Any, plan: Hashable, name: str) -> Any:
             if slot not in ("key", "marks", "__weakref__"):
                 setattr(made, slot, getattr(definition, slot))
         made.key, made.marks = key, marks
-        made = _INTERNED.setdefault(key, made)
+        made = _interned(key, made)
     return unflatten(Variant(made, _unread(found)), leaves)
 
 

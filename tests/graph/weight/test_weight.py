@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import maxjax
+from maxjax import nn
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, Shape, TensorValue, Weight
 from maxjax.graph.weights import WeightData
@@ -326,3 +328,25 @@ def test_a_value_of_either_byte_order_and_no_text_can_be_assigned():
     assert np.array_equal(weight.value, [1, 2]) and weight.value.dtype == np.float32
     with pytest.raises(ValueError, match="unsupported NumPy dtype: object"):
         weight.value = np.array([1, 2], object)
+
+
+def test_models_of_equal_structure_keep_their_own_records():
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    one.weight.original_dtype_and_shape = (DType.bfloat16, Shape([9]))
+    jax.tree.structure(one)  # the definition that both share
+    again = jax.tree.map(lambda leaf: leaf, other)
+    assert again.weight.original_dtype_and_shape == (DType.float32, [3, 3])
+
+
+def test_data_of_a_checkpoint_do_not_return_after_another_value():
+    weight = Weight("w", "float32", (2,), CPU)
+    weight.source = np.ones(2, np.float32)
+    weight.value = jnp.zeros(2)
+    weight.value = None
+    with pytest.raises(ValueError, match="'w' has no value"):
+        weight.array()
+
+
+def test_a_copy_keeps_the_sharding():
+    weight = nn.Linear(4, 4).to(maxjax.make_mesh(model=1)).weight
+    assert copy.copy(weight).sharding == weight.sharding is not None

@@ -17,7 +17,7 @@ from .captures import ByName, CaptureKeyError, Captures
 from .frames import enter, leave, trace
 from .patches import checked_patches
 from .places import Place
-from .plans import Plan, Taps, passed, plan_of
+from .plans import ObserverPlan, Taps, passed, plan_of
 from .recording import Recording
 
 
@@ -76,7 +76,7 @@ class Observer:
         prefix = self._names.prefixes.get(id(module))
         return None if prefix is None else prefix.rstrip(".")
 
-    def plan(self, module: Any, level: int) -> tuple[Plan, tuple[Any, ...]]:
+    def plan(self, module: Any, level: int) -> tuple[ObserverPlan, tuple[Any, ...]]:
         """Return the plan for a Module that is about to run, and the values of its patches."""
         root = self._name_of(module) or ""
         return dataclasses.replace(self._plan, level=level, root=root), self._values
@@ -85,7 +85,7 @@ class Observer:
         """Return where one run of a maxjax function records its pieces; None for a patch."""
         return None
 
-    def take(self, plan: Plan, taps: Taps) -> None:
+    def take(self, plan: ObserverPlan, taps: Taps) -> None:
         """Take what a call has recorded for this observer."""
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class Capture(Observer, ByName):
         self.runs.append(run)
         return run
 
-    def take(self, plan: Plan, taps: Taps) -> None:
+    def take(self, plan: ObserverPlan, taps: Taps) -> None:
         found = Captures.of(taps, plan.level)
         if found:
             self.runs.append(found)
@@ -166,7 +166,7 @@ class Patching(Observer):
         super().__init__(model, "patch", checked_patches(patches, "patch").items())
         self._passed: set[Place] = set()
 
-    def take(self, plan: Plan, taps: Taps) -> None:
+    def take(self, plan: ObserverPlan, taps: Taps) -> None:
         self._passed |= passed(plan, taps)
 
     def __exit__(self, *error: Any) -> None:

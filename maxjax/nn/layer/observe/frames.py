@@ -22,7 +22,7 @@ from ....errors import UserInputError
 from ....graph.weight.running import RUNNING
 from .patches import patched, unwrapped
 from .places import SITES, label_of
-from .plans import Key, Plan, Taps, joined
+from .plans import Key, ObserverPlan, Taps, joined
 
 
 class Loop(NamedTuple):
@@ -34,7 +34,7 @@ class Loop(NamedTuple):
         number: index of the layer that runs, an int32 scalar.
     """
 
-    first: Mapping[Plan, str]
+    first: Mapping[ObserverPlan, str]
     members: Sequence[int]
     number: Any
 
@@ -50,19 +50,19 @@ class Frame:
         loop: loop in whose body the trace is.
     """
 
-    def __init__(self, patches: Mapping[Plan, tuple[Any, ...]], loop: Loop = NO_LOOP):
+    def __init__(self, patches: Mapping[ObserverPlan, tuple[Any, ...]], loop: Loop = NO_LOOP):
         self.patches, self.loop = dict(patches), loop
         self.trace = trace()
         self.taps: Taps = {}
 
-    def names(self, plan: Plan, name: str) -> dict[int | None, str]:
+    def names(self, plan: ObserverPlan, name: str) -> dict[int | None, str]:
         """Return the name of a Module under None, or in the body of a loop its name in each of the layers."""
         first = self.loop.first.get(plan)
         if first is None or not _is_in(name, first):
             return {None: name}
         return {i: renumbered(name, first, i) for i in self.loop.members}
 
-    def wanted(self, plan: Plan, name: str, site: str) -> tuple[int | None, ...]:
+    def wanted(self, plan: ObserverPlan, name: str, site: str) -> tuple[int | None, ...]:
         """Return the layers (or None) in which the plan names a place that a value reaches, and record that it does.
 
         Raises:
@@ -77,7 +77,7 @@ class Frame:
             raise _unreachable(label_of(names[wanted[0]], site))
         return wanted
 
-    def patched(self, plan: Plan, name: str, site: str, value: Any) -> Any:
+    def patched(self, plan: ObserverPlan, name: str, site: str, value: Any) -> Any:
         """Return the value after the patches of a plan."""
         names = self.names(plan, name)
         number = _number(name) if None in names else self.loop.number
@@ -87,7 +87,7 @@ class Frame:
                 value = patched(target, new, value, rows, number)
         return value
 
-    def record(self, plan: Plan, name: str, site: str, value: Any) -> None:
+    def record(self, plan: ObserverPlan, name: str, site: str, value: Any) -> None:
         """Record a value if the plan captures it."""
         wanted = self.wanted(plan, name, site)
         if plan.is_patch or not wanted:
@@ -171,7 +171,7 @@ def opened(frame: Frame) -> Iterator[Frame]:
         OBSERVING.frames.pop()
 
 
-def active() -> dict[Plan, tuple[Any, ...]]:
+def active() -> dict[ObserverPlan, tuple[Any, ...]]:
     """Return the active plans of this thread, with the values of their patches."""
     return dict(OBSERVING.frames[-1].patches) if OBSERVING.frames else {}
 
@@ -181,7 +181,7 @@ def next_level() -> int:
     return 1 + max((plan.level for plan in active()), default=-1)
 
 
-def _marks(module: Any) -> list[tuple[Plan, str]]:
+def _marks(module: Any) -> list[tuple[ObserverPlan, str]]:
     """Return the active plans that observe a Module, each with the Module's name in it."""
     if not OBSERVING.frames:
         return []
@@ -262,7 +262,7 @@ def renumbered(name: str, first: str, number: int | str) -> str:
     return f"{first[: first.rfind('.') + 1]}{number}{name[len(first) :]}"
 
 
-def marks_of(layer: Any, module: Any, number: int) -> tuple[tuple[Plan, str], ...]:
+def marks_of(layer: Any, module: Any, number: int) -> tuple[tuple[ObserverPlan, str], ...]:
     """Return the marks of a Module in the first layer, renamed for the same Module of another layer."""
     first = dict(layer._mx_marks)
     return tuple(

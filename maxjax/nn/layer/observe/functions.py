@@ -15,7 +15,7 @@ from ..walk import check_module
 from .captures import Captures
 from .frames import OBSERVING, Frame, next_level, opened
 from .patches import PatchError, checked_patches
-from .plans import Plan, Taps, check, plan_of
+from .plans import ObserverPlan, Taps, check, plan_of
 
 
 def captured(function: Callable[..., Any], *patterns: str) -> Callable[..., Any]:
@@ -112,11 +112,11 @@ def _check_function(function: Any, caller: str) -> None:
 
 def _observed(
     function: Callable[..., Any], caller: str, patterns: Collection[tuple[Any, Any]]
-) -> Callable[..., tuple[Any, Plan, Taps]]:
+) -> Callable[..., tuple[Any, ObserverPlan, Taps]]:
     """Make a function of (model, args, kwargs) that returns the result, the plan, and what it has recorded."""
     checked: set[Any] = set()
 
-    def run(model: Any, args: tuple, kwargs: dict) -> tuple[Any, Plan, Taps]:
+    def run(model: Any, args: tuple, kwargs: dict) -> tuple[Any, ObserverPlan, Taps]:
         check_module(model, caller)
         plan, values = plan_of(model, caller, patterns, next_level())
         result, taps = observe(model, {plan: values}, function, args, kwargs, checked)
@@ -129,13 +129,13 @@ def _observed(
 # --- one observed call -----------------------------------------------------------------------------
 
 
-def plans_of(observers: Sequence[Any], module: Any) -> dict[Plan, tuple[Any, ...]]:
+def plans_of(observers: Sequence[Any], module: Any) -> dict[ObserverPlan, tuple[Any, ...]]:
     """Return the plan of each observer of a Module that is about to run, outermost first, with its patches' values."""
     level = next_level()
     return dict(one.plan(module, level + i) for i, one in enumerate(observers))
 
 
-def marked_by(model: Any, plans: Iterable[Plan]) -> Any:
+def marked_by(model: Any, plans: Iterable[ObserverPlan]) -> Any:
     """Return a copy of a Module that is marked with these plans."""
     for plan in plans:
         model = marked(model, plan, plan.root)
@@ -143,7 +143,7 @@ def marked_by(model: Any, plans: Iterable[Plan]) -> Any:
 
 
 def observe(
-    model: Any, plans: Mapping[Plan, tuple[Any, ...]], function: Callable[..., Any], args: tuple,
+    model: Any, plans: Mapping[ObserverPlan, tuple[Any, ...]], function: Callable[..., Any], args: tuple,
     kwargs: dict, checked: set[Any],
 ) -> tuple[Any, Taps]:  # fmt: skip
     """Return the result of ``function(model, *args, **kwargs)`` for a marked copy, and what it has recorded.
@@ -173,7 +173,7 @@ def observe(
 
 
 def _check_patches(
-    call: Callable[..., Any], operands: Any, plans: tuple[Plan, ...], checked: set[Any]
+    call: Callable[..., Any], operands: Any, plans: tuple[ObserverPlan, ...], checked: set[Any]
 ) -> None:
     """Trace a call that is about to run eagerly, so that a patch that does not fit raises before anything runs."""
     leaves, tree = jax.tree.flatten(operands)

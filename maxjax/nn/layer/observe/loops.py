@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ....kernels.operation import varying_with
 from .frames import NO_LOOP, OBSERVING, Frame, Loop, active, opened
 from .patches import row_of
-from .plans import Key, Plan, Taps, joined
+from .plans import Key, ObserverPlan, Taps, joined
 
 
 def patches_of(stack: Any) -> tuple[Any, ...]:
@@ -26,7 +26,7 @@ def patches_of(stack: Any) -> tuple[Any, ...]:
     return tuple(active().get(plan) for plan, _ in stack._mx_marks)
 
 
-def active_plans(stack: Any, patches: Sequence[Any]) -> dict[Plan, Any]:
+def active_plans(stack: Any, patches: Sequence[Any]) -> dict[ObserverPlan, Any]:
     """Return the active plans of a stack, from what :func:`patches_of` returned for it outside of the loop."""
     pairs = zip(stack._mx_marks, patches, strict=True)
     return {plan: values for (plan, _), values in pairs if values is not None}
@@ -45,7 +45,7 @@ def hand_on(taps: Taps) -> None:
 
 
 def frame_of_layer(
-    layer: Any, patches: Mapping[Plan, Any], members: Sequence[int], number: Any
+    layer: Any, patches: Mapping[ObserverPlan, Any], members: Sequence[int], number: Any
 ) -> AbstractContextManager[Frame]:
     """Open the frame of one layer.
 

@@ -1,7 +1,7 @@
 """Plans: what an observer (a capture or a patch) records or replaces, and the keys of recorded values.
 
-A :class:`Plan` is hashable: it is part of the treedef of the model's copy that runs, so that a compiled program belongs
-to one plan. The values of patches are not in it: they are arguments of the program.
+An :class:`ObserverPlan` is hashable: it is part of the treedef of the model's copy that runs, so that a compiled
+program belongs to one plan. The values of patches are not in it: they are arguments of the program.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ObserverPlan:
     """What one observer records or replaces.
 
     Attributes:
@@ -129,7 +129,7 @@ def joined(*parts: Taps) -> Taps:
 
 def plan_of(
     model: Any, caller: str, patterns: Iterable[tuple[Any, Any]], level: int = 0
-) -> tuple[Plan, tuple[Any, ...]]:
+) -> tuple[ObserverPlan, tuple[Any, ...]]:
     """Return a plan, and the values of its patches, which are None for functions and captures.
 
     Args:
@@ -143,15 +143,15 @@ def plan_of(
         function = new if isinstance(new, CallerFunction) else None
         targets.append(Target(str(pattern), places(model, pattern, caller), function))
         values.append(None if function is not None else new)
-    return Plan(caller, tuple(targets), level), tuple(values)
+    return ObserverPlan(caller, tuple(targets), level), tuple(values)
 
 
-def passed(plan: Plan, taps: Taps) -> set[Place]:
+def passed(plan: ObserverPlan, taps: Taps) -> set[Place]:
     """Return all places that values have passed, whether or not the plan names them."""
     return {(key.name, key.site) for key in taps if key.level == plan.level and not key.layers}
 
 
-def check(plan: Plan, taps: Taps, *, must_run: bool = False) -> None:
+def check(plan: ObserverPlan, taps: Taps, *, must_run: bool = False) -> None:
     """Raise an error if no value has passed the places of a pattern.
 
     Args:

@@ -23,7 +23,7 @@ from ....kernels.operation import varying_with
 from ..definition import Definition, unflatten
 from ..observe import loops
 from ..observe.patches import unwrapped
-from ..observe.plans import Plan, Taps, joined
+from ..observe.plans import ObserverPlan, Taps, joined
 from .per_layer import PerLayer, StackPattern
 
 
@@ -235,7 +235,7 @@ _run_plain: Any = jax.jit(partial(_loop, False), static_argnums=0)
 
 
 def _runner(
-    static: _Static, sliced: bool, dynamic: Sequence[Any], plans: Mapping[Plan, Any]
+    static: _Static, sliced: bool, dynamic: Sequence[Any], plans: Mapping[ObserverPlan, Any]
 ) -> Callable[..., Any]:
     """The function that runs one layer.
 
@@ -278,7 +278,7 @@ class _Body:
 
 
 def _step(
-    shared: Mapping[str, Any], plan: ScanOptions, plans: Mapping[Plan, Any],
+    shared: Mapping[str, Any], plan: ScanOptions, plans: Mapping[ObserverPlan, Any],
     body: _Body, leaves: Any, i: Any, carry: Any, x: Any,
 ) -> Any:  # fmt: skip
     layer = unflatten(body.definition, leaves)
