@@ -8,8 +8,9 @@ again     the same program in a second process, with the compile cache. Wanted: 
 dispatch  calling a compiled Model with 290 weights, against the raw executable. Wanted: 1.1.
 load      1 GB of weights from a safetensors file into a stack, against separate layers.
           Wanted: 1.1 times the time, and at most the largest tensor + 64 MB of memory more.
-calls     32 layers called by ops.call one after the other, as in MAX: one loop inside
-          ``Module.compile``, n calls of one trace under ``jax.jit``.
+calls     32 and 126 layers called by ops.call one after the other, as in MAX: one loop inside
+          ``Module.compile``, n calls of one trace under ``jax.jit``; compared with ``layers.scan``
+          and with a plain Python loop.
 gradient  a step over 32 layers: activations kept against recomputed, stacked against unrolled.
 
 Rounds are interleaved and each starts with a different way; printed are medians and ratios.
@@ -286,29 +287,34 @@ class Calls(Net):
     def __call__(self, h):
         sub = self.layers[0].build_subgraph("block", [h], weight_prefix="layers.0.")
         for i in range(len(self.layers)):
-            h = ops.call(sub, h, prefix=f"layers.{i}.")[0].tensor
+            h = ops.call(sub, h, prefix=f"layers.{i}.")[0]
         return h
 
 
 def calls(layers, rounds):
     values = init(Net(layers), jax.random.key(0)).state_dict()
     ways = {
-        "Module.compile of a LayerStack: one loop": (True, True),
-        "jax.jit of a LayerStack: n calls": (True, False),
-        "Module.compile of a LayerList: n calls": (False, True),
+        "layers.scan, jax.jit: one loop": (Net, True, False),
+        "layers.scan, Module.compile: one loop": (Net, True, True),
+        "ops.call, Module.compile, LayerStack: one loop": (Calls, True, True),
+        "ops.call, Module.compile, LayerList: n calls": (Calls, False, True),
+        "ops.call, jax.jit, LayerStack: n calls": (Calls, True, False),
+        "ops.call, jax.jit, LayerList: n calls": (Calls, False, False),
+        "a Python loop, jax.jit: n traces": (Net, False, False),
     }
-    times = {name: ([], []) for name in ways}
+    times = {name: ([], [], []) for name in ways}
     for _ in range(rounds):
-        for name, (stacked, in_graph) in ways.items():
-            model = Calls(layers, stacked)
+        for name, (make, stacked, in_graph) in ways.items():
+            model = make(layers, stacked)
             model.load_state_dict(values)
             jax.clear_caches()
             begin = time.perf_counter()
             if in_graph:
                 program = model.compile(X)
             else:
-                jitted = jax.jit(lambda m, x: m(x)).lower(model, X).compile()
-                program = functools.partial(jitted, model)
+                lowered = jax.jit(lambda m, x: m(x)).lower(model, X)
+                times[name][2].append(time.perf_counter() - begin)
+                program = functools.partial(lowered.compile(), model)
             times[name][0].append(time.perf_counter() - begin)
             program(X)
             begin = time.perf_counter()
@@ -316,9 +322,10 @@ def calls(layers, rounds):
                 y = program(X)
             jax.block_until_ready(y)
             times[name][1].append((time.perf_counter() - begin) / 20)
-    for name, (compiled, run) in times.items():
-        print(f"ops.call, {layers} layers, {name:42}: trace + lower + compile "
-              f"{statistics.median(compiled):6.3f} s, a run {statistics.median(run) * 1e3:6.2f} ms")  # fmt: skip
+    for name, (compiled, run, lowered) in times.items():
+        part = f" (trace + lower {statistics.median(lowered):6.3f} s)" if lowered else ""
+        print(f"{layers:3} layers, {name:46}: {statistics.median(compiled):6.3f} s until compiled{part}, "
+              f"a run {statistics.median(run) * 1e3:6.2f} ms")  # fmt: skip
 
 
 # --- again ------------------------------------------------------------------------------------
@@ -499,7 +506,8 @@ def main() -> None:
             if options.max:
                 max_times(options.max, [2] if quick else [2, 32])
         elif part == "calls":
-            calls(4 if quick else 32, 1 if quick else min(rounds, 5))
+            for layers in (4,) if quick else (32, 126):
+                calls(layers, 1 if quick else min(rounds, 5))
         elif part == "again":
             again(4 if quick else 32, 1 if quick else min(rounds, 3))
         elif part == "dispatch":

@@ -470,7 +470,7 @@ class Graph(Rendered, metaclass=_Meta):
         """
         return jax.named_scope(name)
 
-    def call(self, args: Sequence[Any], prefix: str = "") -> list[TensorValue]:
+    def call(self, args: Sequence[Any], prefix: str = "") -> list[Any]:
         """Runs the graph's program within another computation, with its own weights; see ``ops.call``.
 
         Raises:
@@ -482,8 +482,7 @@ class Graph(Rendered, metaclass=_Meta):
             )
         flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
         check_arguments(self.name, flat, self.input_types)
-        found = self.function()([entry.weight.array() for entry in self.entries], *flat)
-        return [TensorValue(y) for y in found]
+        return self.function()([entry.weight.array() for entry in self.entries], *flat)
 
     def function(self) -> Callable[..., list[Any]]:
         """The program as a function of the values of its ``entries``, and of the inputs."""

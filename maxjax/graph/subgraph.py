@@ -8,7 +8,7 @@ looked up by name when it is made. The layer itself is not changed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from ..dtype import DType
 from ..errors import some
 from ..kernels import StackSlice
-from .kind import KIND
+from .kind import KIND, VALUES, computing_with, to_values, wants_values
 from .shape import Shape, StaticDim
 from .symbolic import Scope, is_checked, is_known, naming, sizes_of, to_dim, to_sizes
 from .tensor_type import TensorType
@@ -48,8 +48,7 @@ class Subgraph:
         self.input_types = [type_of_input(f"subgraph '{name}'", leaf) for leaf in leaves]
         self.placeholders = [slot for slot in slots if isinstance(slot, str)]
         self._target, self._slots, self._templates = target, list(slots), list(templates)
-        self._outputs: dict[int, list[TensorType]] = {}
-        self._types()
+        self._output_types = self._trace(kind_of_call(inputs))
 
     @classmethod
     def of_function(
@@ -66,14 +65,9 @@ class Subgraph:
     @property
     def output_types(self) -> list[TensorType]:
         """A TensorType for each output of a call."""
-        return list(self._types())
+        return list(self._output_types)
 
-    def _types(self) -> list[TensorType]:
-        if KIND.now not in self._outputs:
-            self._outputs[KIND.now] = self._trace()
-        return self._outputs[KIND.now]
-
-    def _trace(self) -> list[TensorType]:
+    def _trace(self, kind: int) -> list[TensorType]:
         """Traces the layer for its output types; calls reuse the trace from JAX's cache."""
         dims = [dim for w in self._templates for dim in w.spec.dims]
         dims += [dim for kind in self.input_types for dim in kind.shape]
@@ -84,18 +78,17 @@ class Subgraph:
             shapes = [w.spec.leaf_shape or to_sizes(w.spec.dims) for w in self._templates]
             dtypes = [jax.dtypes.canonicalize_dtype(w.dtype.np) for w in self._templates]
             weights = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
-            kinds = [kind.to_jax() for kind in self.input_types]
-            outputs = jax.eval_shape(lambda w, x: self._run(w, x), weights, kinds)
+            inputs = [one.to_jax() for one in self.input_types]
+            with computing_with(kind):
+                run = functools.partial(_call, self._target, self._in_tree, kind)
+                outputs = jax.eval_shape(run, weights, inputs)
         device = (
             self.input_types[0].device if self.input_types else TensorValue(np.zeros(())).device
         )
         return [TensorType(o.dtype, [to_dim(size) for size in o.shape], device) for o in outputs]
 
-    def _run(self, weights: list[Any], inputs: list[Any]) -> list[Any]:
-        return _call(self._target, self._in_tree, KIND.now, weights, inputs)
-
-    def call(self, args: Sequence[Any], prefix: str) -> list[TensorValue]:
-        """Runs it; see ``ops.call``."""
+    def call(self, args: Sequence[Any], prefix: str) -> list[Any]:
+        """Runs it; see ``ops.call``, which returns these arrays as what the caller computes with."""
         flat = [unwrap(leaf) for leaf in jax.tree.leaves(list(args), is_leaf=is_input)]
         check_arguments(self.name, flat, self.input_types)
         chosen = self._weights(prefix)
@@ -109,10 +102,9 @@ class Subgraph:
             others = [w.array() for w, home in zip(chosen, homes, strict=True) if home is None]
             place = np.int32(places.pop())
             key = (self._target, self._in_tree, KIND.now, stacked)
-            outputs = _call_at(*key, stacks, place, others, flat)
-        else:
-            outputs = self._run([weight.array() for weight in chosen], flat)
-        return [TensorValue(y) for y in outputs]
+            return _call_at(*key, stacks, place, others, flat)
+        weights = [weight.array() for weight in chosen]
+        return _call(self._target, self._in_tree, KIND.now, weights, flat)
 
     def _weights(self, prefix: str) -> list[Weight]:
         names = [prefix + name for name in self.placeholders]
@@ -140,7 +132,7 @@ class Subgraph:
         return f"Subgraph {self.name}({inputs}), {len(self.placeholders)} weights looked up"
 
 
-def call(graph: Any, *args: Any, prefix: str = "") -> list[TensorValue]:
+def call(graph: Any, *args: Any, prefix: str = "") -> list[Any]:
     """Runs a subgraph with the weights whose names start with ``prefix``.
 
     Args:
@@ -150,17 +142,39 @@ def call(graph: Any, *args: Any, prefix: str = "") -> list[TensorValue]:
             innermost running Module that has all of them, or else in the Graph being built.
 
     Returns:
-        A TensorValue for each output; ``.value`` is the array, which a carry of ``jax.lax.scan`` needs.
+        A list with an array for each output. The outputs are TensorValues, as in MAX, if there is a TensorValue
+        among ``args``, or if the caller computes with TensorValues, as in a Graph; arrays have no ``.tensor``.
 
     Raises:
         TypeError: ``graph`` is not a subgraph.
         ValueError: the number of tensors or the type of a tensor or weight is wrong, or a
             name is not found; the message says which.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from maxjax.graph import TensorValue
+        >>> from maxjax.nn import Module
+        >>> class Double(Module):
+        ...     def __call__(self, x):
+        ...         return x * 2
+        >>> double = Double().build_subgraph("double", [jnp.ones(1)])
+        >>> call(double, jnp.ones(1))
+        [Array([2.], dtype=float32)]
+        >>> call(double, TensorValue(jnp.ones(1)))[0].tensor.shape
+        [Dim(1)]
     """
     if not callable(getattr(graph, "call", None)):
         raise TypeError(f"ops.call() takes a subgraph, not {type(graph).__name__}; "
                         "make one with Module.build_subgraph")  # fmt: skip
-    return graph.call(args, prefix)
+    kind = kind_of_call(args)
+    with computing_with(kind):
+        outputs = graph.call(args, prefix)
+    return [TensorValue(y) for y in outputs] if kind == VALUES else list(outputs)
+
+
+def kind_of_call(args: Iterable[Any]) -> int:
+    """The kind of values (``kind.py``) that a subgraph computes with when it is called with these arguments."""
+    return VALUES if KIND.values or wants_values(args) else KIND.now
 
 
 def check_arguments(name: str, flat: Sequence[Any], kinds: Sequence[Any]) -> None:
@@ -178,18 +192,23 @@ def check_arguments(name: str, flat: Sequence[Any], kinds: Sequence[Any]) -> Non
 
 
 class _Function:
-    """A function with the interface of a treedef."""
+    """A function of TensorValues with the interface of a treedef."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
 
     def unflatten(self, leaves: Any) -> Callable[..., Any]:
-        return self.function
+        return self._call
+
+    def _call(self, *inputs: Any) -> Any:
+        with computing_with(VALUES):
+            return self.function(*to_values(inputs))
 
 
-def _run(target: Any, in_tree: Any, weights: list[Any], inputs: list[Any]) -> list[Any]:
+def _run(target: Any, in_tree: Any, kind: int, weights: list[Any], inputs: list[Any]) -> list[Any]:
     layer = target.unflatten(weights)
-    result = layer(*jax.tree.unflatten(in_tree, [TensorValue(x) for x in inputs]))
+    given = map(TensorValue, inputs) if kind == VALUES else inputs
+    result = layer(*jax.tree.unflatten(in_tree, given))
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]
     for output in outputs:
         if not isinstance(output, (TensorValue, jax.Array)):
@@ -198,17 +217,17 @@ def _run(target: Any, in_tree: Any, weights: list[Any], inputs: list[Any]) -> li
     return [unwrap(output) for output in outputs]
 
 
-# ``gives_values`` is part of the key, because traces of the two kinds differ (``kind.py``).
+# ``kind`` is part of the key, because traces of the kinds differ (``kind.py``).
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _call(target: Any, in_tree: Any, gives_values: bool, weights: Any, inputs: Any) -> list[Any]:
-    return _run(target, in_tree, weights, inputs)
+def _call(target: Any, in_tree: Any, kind: int, weights: Any, inputs: Any) -> list[Any]:
+    return _run(target, in_tree, kind, weights, inputs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _call_at(
     target: Any,
     in_tree: Any,
-    gives_values: bool,
+    kind: int,
     stacked: tuple[bool, ...],
     stacks: list[Any],
     place: Any,
@@ -218,7 +237,7 @@ def _call_at(
     """Like ``_call``, with the weights of the layer at index ``place`` of the stacks."""
     slices, plain = (StackSlice(stack, place) for stack in stacks), iter(others)
     weights = [next(slices if is_stacked else plain) for is_stacked in stacked]
-    return _run(target, in_tree, weights, inputs)
+    return _run(target, in_tree, kind, weights, inputs)
 
 
 def is_input(x: Any) -> bool:

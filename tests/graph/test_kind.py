@@ -208,7 +208,7 @@ class Repeated(Module):
         if self.how == "call":
             block = self.layers[0].build_subgraph("block", [x], weight_prefix="layers.0.")
             for i in range(2):
-                x = ops.call(block, x, prefix=f"layers.{i}.")[0].tensor
+                x = ops.call(block, x, prefix=f"layers.{i}.")[0]
             return x
         for layer in self.layers:
             x = layer(x)

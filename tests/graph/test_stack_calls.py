@@ -40,7 +40,7 @@ class Net(nn.Module):
         block = self.layers[0].build_subgraph("block", [h, rope], weight_prefix="layers.0.")
         states = []
         for i in self.order:
-            h = ops.call(block, h, rope, prefix=f"layers.{i}.")[0].tensor
+            h = ops.call(block, h, rope, prefix=f"layers.{i}.")[0]
             states.append(h)
             if self.between:
                 h = h * 2

@@ -987,7 +987,7 @@ class Calls(nn.Module):
     def __call__(self, h):
         layer = self.layers[0].build_subgraph("layer", [h], weight_prefix="layers.0.")
         for i in range(2):
-            h = ops.call(layer, h, prefix=f"layers.{i}.")[0].tensor
+            h = ops.call(layer, h, prefix=f"layers.{i}.")[0]
         return h
 
 

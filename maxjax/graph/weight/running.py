@@ -65,6 +65,13 @@ class Running(threading.local):
             return name
         return path
 
+    def names_of(self, weight: Any) -> list[str]:
+        """The names by which a Weight may be looked up with :meth:`find`, in the order in which that searches."""
+        paths = [self.names_below(m).names.get(id(weight)) for m in reversed(self.modules)]
+        found = [path for path in paths if path is not None]
+        # Below the outermost Module, a new name of the Weight comes before its path.
+        return [*found[:-1], self.name_of(weight), *found[-1:]]
+
     def is_below(self, stack: Any) -> bool:
         """Whether a StackedWeight is below the outermost running Module."""
         return bool(self.modules) and id(stack) in self.names_below(self.modules[0]).stacks

@@ -24,6 +24,7 @@ from ...graph.tensor_type import TensorType
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
+from ...kernels.stack_slice import StackSlice
 from . import call_stack, calls, hooks
 from . import place as placing
 from .compiled_from import CompiledFrom
@@ -486,8 +487,9 @@ class Module(OfModule, Layer, StateDict, ABC):
             name: descriptive name of the subgraph.
             inputs: for each argument of ``__call__``, a tensor, a TensorType, or a tree of
                 them. ``input_types`` is the older name of this argument.
-            weight_prefix: prefix of the full names of those weights that each call looks up under
-                its own prefix; all other weights are those of this layer in every call.
+            weight_prefix: prefix of the names of those weights that each call looks up under its own prefix;
+                all other weights are those of this layer in every call. The names are those below any running
+                Module, of which the innermost comes first, or the names of the Weights.
 
         Raises:
             TypeError: ``inputs`` are missing, one is not a tensor, or the result is not a flat list of tensors.
@@ -504,11 +506,11 @@ class Module(OfModule, Layer, StateDict, ABC):
             ...     def __call__(self, h):
             ...         block = self.layers[0].build_subgraph("block", [h], weight_prefix="layers.0.")
             ...         for i in range(4):
-            ...             h = ops.call(block, h, prefix=f"layers.{i}.")[0].tensor
+            ...             h = ops.call(block, h, prefix=f"layers.{i}.")[0]
             ...         return h
             >>> net = init(Net(), jax.random.key(0))
             >>> net(jnp.ones((2, 3))).shape
-            [Dim(2), Dim(3)]
+            (2, 3)
         """
         from ...graph.subgraph import Subgraph
 
@@ -522,10 +524,11 @@ class Module(OfModule, Layer, StateDict, ABC):
             )
         slots: list[str | Weight] = []
         for weight in weights:
-            names = (RUNNING.name_of(weight), RUNNING.path_of(weight) or "")
-            named = [one for one in names if weight_prefix and one.startswith(weight_prefix)]
+            names = RUNNING.names_of(weight) if weight_prefix else ()
+            named = [one for one in names if one.startswith(weight_prefix)]
             slots.append(named[0].removeprefix(weight_prefix) if named else weight)
-        treedef = jax.tree.structure(self)
+        # In the loop of a LayerStack, a weight is a slice of a stack: of two arrays, but here one leaf.
+        treedef = jax.tree.structure(self, is_leaf=lambda x: isinstance(x, StackSlice))
         return Subgraph(name, treedef, given, slots, definition.weights)
 
     # -- pytree, copies

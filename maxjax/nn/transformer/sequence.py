@@ -80,7 +80,7 @@ def forward_sequential_layers(
                 subgraphs[group] = layer.build_subgraph(
                     name_for_subgraph(group), values, weight_prefix=prefix
                 )
-            h = [one.tensor for one in ops.call(subgraphs[group], *leaves, prefix=prefix)]
+            h = ops.call(subgraphs[group], *leaves, prefix=prefix)
         if on_layer_output is not None:
             on_layer_output(number, h)
     return h
