@@ -96,7 +96,7 @@ def on_arrays(function: F, floats: bool = False) -> F:
         >>> from maxjax.graph import TensorValue
         >>> double = on_arrays(lambda x: (type(x) is TensorValue, 2 * x))
         >>> double(TensorValue(jnp.ones(1)))
-        (False, TensorValue([2], dtype=float32, shape=[Dim(1)], device=cpu:0))
+        (False, TensorValue([2.], dtype=float32, shape=[Dim(1)], device=cpu:0))
         >>> double(jnp.ones(1))
         (False, Array([2.], dtype=float32))
     """
