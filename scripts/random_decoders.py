@@ -140,7 +140,7 @@ def within(config: dict[str, Any], kind: str, folder: Path, is_old: bool) -> dic
     }
     save_file(named, folder / "model.safetensors", {"format": "pt"})
     architecture = next(name for name, one in ARCHITECTURES.items() if one == kind)
-    tied = not any(name.startswith(("lm_head.", "embed_out.")) for name in tensors)
+    tied = tensors.keys().isdisjoint({"lm_head.weight", "embed_out.weight", "decoder.weight"})
     return {
         "architectures": [architecture], "model_type": kind, "text_config": config,
         "tie_word_embeddings": tied,
