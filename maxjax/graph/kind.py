@@ -104,19 +104,41 @@ def on_arrays(function: F, floats: bool = False) -> F:
 
     @functools.wraps(function)
     def on_values_too(*args: Any, **kwargs: Any) -> Any:
-        if not wants_values((*args, *kwargs.values())):
-            if not KIND.values:
-                return function(*args, **kwargs)
-            with computing_with(ARRAYS):
-                return function(*args, **kwargs)
-        args, kwargs = marked.arrays_of(args, kwargs)
-        with computing_with(ARRAYS_FOR_VALUES):
+        args, kwargs, kind, back = into_call(marked, args, kwargs)
+        with computing_with(kind):
             found = function(*args, **kwargs)
-        return to_values(found)
+        return found if back is None else back(found)
 
     # Where it is the __call__ of a Module, nn/layer/call_stack.py converts, and calls the function itself.
     on_values_too._array_function = marked  # type: ignore[attr-defined]
     return on_values_too  # type: ignore[return-value]
+
+
+def into_call(
+    marked: ArrayFunction | None, args: tuple, kwargs: dict, decides: bool = False
+) -> tuple[tuple, dict, int, Callable[[Any], Any] | None]:
+    """Convert the arguments of a call to the kind of values that it computes with.
+
+    Args:
+        marked: the function that is called; None for one that computes with what it is called with, as those of
+            users do.
+        decides: whether its arguments decide the kind, if it is not marked: those of a Module that no other calls.
+
+    Returns:
+        The arguments, the kind, and the function that converts the result; None if nothing does.
+    """
+    before = KIND.now
+    if marked is not None:
+        if wants_values((*args, *kwargs.values())):
+            return *marked.arrays_of(args, kwargs), ARRAYS_FOR_VALUES, to_values
+        return args, kwargs, ARRAYS if before == VALUES else before, None
+    if (
+        before == ARRAYS_FOR_VALUES
+    ):  # a user's Module inside one of ours gets what ours was called with
+        return *to_values((args, kwargs)), VALUES, to_arrays
+    if decides and wants_values((*args, *kwargs.values())):
+        return args, kwargs, VALUES, None
+    return args, kwargs, before, None
 
 
 def on_float_arrays(function: F) -> F:

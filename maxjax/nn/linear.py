@@ -113,18 +113,15 @@ class Linear(LowRank):
         Raises:
             ValueError: the last axis of ``x`` is not ``in_dim`` long, or ``x`` is a TensorValue of integers.
         """
-        return self._result(x)
-
-    def _result(self, x: Any) -> jax.Array:
         limit = self.clip_weight
         weight = self.weight if limit is None else self._clipped(limit)
-        y = self._product(x, weight)
+        return self._with_bias(matmul(x, weight), x)
+
+    def _with_bias(self, y: jax.Array, x: Any) -> jax.Array:
+        """The product of ``x`` and the weight, with the update of LoRA and the bias."""
         if self.lora is not None:
             y = self.updated(y, x)
         return y if self.bias is None else add_bias(y, self.bias)
-
-    def _product(self, x: Any, weight: Any) -> Any:
-        return matmul(x, weight)
 
     def _clipped(self, limit: float) -> jax.Array:
         return jnp.clip(jnp.asarray(self.weight.operand()), -limit, limit)
@@ -260,6 +257,11 @@ class ColumnParallelLinear(Linear):
     def sharding_rules(self) -> dict[str, Any]:
         """Splits rows, or columns where the rows do not divide evenly."""
         return {"weight": TABLE, "bias": ROWS, **super().sharding_rules()}
+
+    def _result(self, x: Any) -> jax.Array:
+        limit = self.clip_weight
+        weight = self.weight if limit is None else self._clipped(limit)
+        return self._with_bias(self._product(x, weight), x)
 
     def _product(self, x: Any, weight: Any) -> Any:
         # Otherwise, if the weight is split by columns, XLA would also split the features of the layers before.

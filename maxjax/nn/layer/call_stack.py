@@ -18,15 +18,7 @@ import jax
 from jax.core import Tracer
 
 from ...errors import UserInputError, some
-from ...graph.kind import (
-    ARRAYS,
-    ARRAYS_FOR_VALUES,
-    KIND,
-    VALUES,
-    to_arrays,
-    to_values,
-    wants_values,
-)
+from ...graph.kind import KIND, into_call
 from ...graph.weight.epoch import EPOCH
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
@@ -87,9 +79,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
     """
     running, before = RUNNING, KIND.now
     outermost, marked = not running.modules, getattr(call, "_array_function", None)
-    has_value = before == VALUES
-    if marked is not None or (outermost and not has_value):
-        has_value = wants_values((*args, *kwargs.values()))
+    args, kwargs, kind, back = into_call(marked, args, kwargs, outermost)
     if outermost:
         running.traced = is_traced(module, args, kwargs)
         if running.traced:
@@ -97,17 +87,9 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
     elif not running.traced and args and isinstance(args[0], Tracer):
         _warn_if_captured(module, in_eager=True)
     scope = _scope_name(module) if running.traced and not outermost else None
-    is_converted = before == ARRAYS_FOR_VALUES if marked is None else has_value
-    if is_converted:
-        args, kwargs = (
-            to_values((args, kwargs)) if marked is None else marked.arrays_of(args, kwargs)
-        )
+    call = call if marked is None else marked.function
     running.modules.append(module)
-    if marked is not None:
-        call = marked.function
-        KIND.now = ARRAYS_FOR_VALUES if has_value else ARRAYS if before == VALUES else before
-    elif is_converted or (outermost and has_value):
-        KIND.now = VALUES
+    KIND.now = kind
     try:
         with contextlib.nullcontext() if scope is None else jax.named_scope(scope):
             found = call(module, *args, **kwargs)
@@ -120,9 +102,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
         KIND.now = before
         if outermost and running.known:
             running.known.clear()  # it keeps Modules alive
-    if is_converted:
-        return (to_arrays if marked is None else to_values)(found)
-    return found
+    return found if back is None else back(found)
 
 
 def _without_values(module: Any, error: str) -> str:
