@@ -11,7 +11,9 @@ from ....dtype import DType
 KVHashAlgo = Literal["ahash64", "sha256"]
 """Names of the hashes by which MAX's server compares prefixes."""
 HostStagingAlloc = Literal["registered", "driver"]
+"""Ways in which MAX's server allocates the host memory through which pages are copied."""
 SpeculativeMethod = Literal["eagle", "mtp", "dflash", "dflash2", "dspark"]
+"""Names of the methods by which MAX's server drafts tokens ahead."""
 
 
 class KVConnectorType(enum.StrEnum):
@@ -24,6 +26,7 @@ class KVConnectorType(enum.StrEnum):
 
 
 TIERED_CONNECTOR_TYPES = frozenset({KVConnectorType.tiered, KVConnectorType.rust_tiered})
+"""The connectors that keep pages in several kinds of memory."""
 
 
 class CacheLeafKind(enum.Enum):
