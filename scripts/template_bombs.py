@@ -89,6 +89,7 @@ def bomb(text: str) -> dict[str, Any]:
 
 def escape(text: str) -> dict[str, Any]:
     """The result of an escape, and what is wrong with it."""
+    import jinja2.debug  # noqa: F401  # at its first error jinja2 imports it, which is no change by a template
     from jinja2.utils import Cycler, Joiner
 
     from maxjax.errors import UserInputError
