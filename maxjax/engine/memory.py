@@ -46,12 +46,12 @@ def live(*kinds: type) -> list[Any]:
     return found
 
 
-def arrays_in(holder: Weight | StackedWeight) -> list[jax.Array]:
+def arrays_in(holder: Weight) -> list[jax.Array]:
     """The arrays that a Weight or a StackedWeight holds itself.
 
     A layer of a stack has none, because the stack holds it; nor has a part of a Weight (``shard``).
     """
-    if holder.home is not None or (isinstance(holder, Weight) and holder.shard_idx is not None):
+    if holder.home is not None or holder.shard_idx is not None:
         return []
     if isinstance(holder, StackedWeight) and not holder.is_whole:
         leaves: Iterable[Any] = (holder.leaf_of(i) for i in range(holder.spec.count))
@@ -75,7 +75,7 @@ def buffers(array: jax.Array) -> Iterator[tuple[Any, int, int]]:
         return
 
 
-def owner(weight: Weight | StackedWeight) -> Any:
+def owner(weight: Weight) -> Any:
     """What holds the array of a Weight: itself, or the outermost stack that it is in."""
     holder: Any = weight
     while holder.home is not None:
@@ -395,7 +395,7 @@ def _warn_of_ties(what: Iterable[Any], holders: Iterable[Any]) -> None:
     freed = {
         id(module) for one in what if isinstance(one, Module) for _, module in one.named_modules()
     }
-    plain = {id(one): one for one in holders if isinstance(one, Weight) and not one.is_lazy}
+    plain = {id(one): one for one in holders if not one.is_lazy}
     singles = {id(one) for one in what if isinstance(one, Weight)}
     for module in live(Module):
         if id(module) in freed:
@@ -414,7 +414,7 @@ def _others(alive: Iterable[jax.Array]) -> dict[int, str]:
     """The arrays that Weights hold: id of the array → name of the Weight."""
     wanted = {id(array) for array in alive}
     found: dict[int, str] = {}
-    for holder in live(Weight, StackedWeight):
+    for holder in live(Weight):
         for array in arrays_in(holder):
             if id(array) in wanted:
                 stacked = isinstance(holder, StackedWeight)

@@ -31,7 +31,6 @@ from .tensor_type import BufferType, TensorType, Type
 from .value import TensorValue, unwrap
 from .weight.rows import array_row, weight_row
 from .weight.running import RUNNING
-from .weight.stacked import StackedWeight
 from .weight.weight import Weight
 from .weights.cursor import UnreadWeights
 
@@ -77,7 +76,7 @@ class GraphWeight:
         is_leaf: whether JAX has only taken it as a leaf of a pytree, and may not have used it.
     """
 
-    def __init__(self, weight: Weight | StackedWeight, arguments: TraceArguments):
+    def __init__(self, weight: Weight, arguments: TraceArguments):
         self.weight = weight
         self.names = [RUNNING.name_of(one) for one in weight.weights]
         # Keys of a registry: the state dict of a child has a shorter name, and a Weight may have a name of its own.
@@ -88,7 +87,7 @@ class GraphWeight:
         # The sizes of a Weight with names are those of its next value, also if it has one now.
         self.shape = (
             tuple(map(int, weight.leaf.shape))
-            if Shape.is_static(weight.spec.dims)
+            if weight.spec.is_static
             else (*weight.spec.lead, *to_sizes(weight.spec.dims))
         )
         self.dtype = jax.dtypes.canonicalize_dtype(weight.spec.dtype.np)
@@ -380,7 +379,7 @@ class Graph(Rendered, metaclass=_Meta):
             )
         return TensorValue(weight)
 
-    def argument(self, weight: Weight | StackedWeight) -> Any:
+    def argument(self, weight: Weight) -> Any:
         """A Weight, or the Weights of a stack, as an argument of this graph: its tracer."""
         entry = self._by_weight.get(id(weight))
         if entry is None:

@@ -26,7 +26,6 @@ from ...graph.placement.mesh import axis_of, check_mesh
 from ...graph.placement.specs import BATCH, batch_axes, by_pattern, mesh_of, place
 from ...graph.placement.split import Placed
 from ...graph.quantization import QuantizationEncoding
-from ...graph.shape import StaticDim
 from ...graph.weights import FileWeights, GGUFWeights
 from ...kernels.explicit import parts_over
 from ...models import LanguageModel, PretrainedModel, build, config_beside, find_family, tensors
@@ -212,8 +211,8 @@ def _sharding_of(holder: Any) -> Any:
 
 def _as_placed(name: str, holder: Any, dtype: DType | None) -> TensorGroup:
     """A leaf with its present sharding."""
-    known = all(isinstance(d, StaticDim) for d in holder.spec.dims)
-    shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in holder.spec.dims)
+    known = holder.spec.is_static
+    shape = tuple(n if isinstance(n, int) else 0 for n in holder.spec.sizes)
     where, spec, parts = _sharding_of(holder), PartitionSpec(), 1
     why = holder.spec.why if known else UNKNOWN_SIZES
     if where is not None and math.prod(shape):

@@ -81,9 +81,11 @@ class StackedWeight(OfStack, Weight):
             ]
         else:
             leaves = [holder.leaf for holder in holders]
-        self._parts = {i: leaf for i, leaf in enumerate(leaves) if is_value(leaf)}
-        if isinstance(holders[0], StackedWeight):
-            self._parts = {i: jnp.asarray(leaf) for i, leaf in self._parts.items()}
+        self._parts = {
+            i: leaf.__jax_array__() if type(leaf) is StackSlice else leaf
+            for i, leaf in enumerate(leaves)
+            if is_value(leaf)
+        }
         self._join()
 
     def adopt(self, holders: Sequence[Weight]) -> None:

@@ -481,7 +481,11 @@ def unflatten(found: Found, leaves: Iterator[Any] | Any) -> Any:
 def cache_of(module: Any) -> Cache:
     """The valid Cache of the structure below a Module; its leaves are not touched."""
     cache = module._mx_cache
-    if cache is None or cache.is_outdated():
+    if (
+        cache is None
+        or cache.structure != EPOCH.structure
+        or (cache.watches and cache.is_outdated())
+    ):
         cache = vars(module)["_mx_cache"] = define(module)
     return cache
 
@@ -506,9 +510,7 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
 
 def is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
     """Whether a weight of a Module or an argument is traced."""
-    cache = module._mx_cache
-    if cache is None or cache.structure != EPOCH.structure or cache.watches:
-        cache = cache_of(module)
+    cache = cache_of(module)
     if cache.values != EPOCH.values:
         cache.refresh()
     if cache.traced:

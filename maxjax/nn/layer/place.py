@@ -21,7 +21,6 @@ from ...graph.placement.mesh import EXPERTS, TENSOR, axis_of, check_distinct, ch
 from ...graph.placement.specs import PartOf, by_pattern, names_in, place
 from ...graph.placement.split import Placed, Split
 from ...graph.placement.strategy import ShardingStrategy
-from ...graph.shape import StaticDim
 from ...graph.weight.epoch import structure_changed
 from ...graph.weight.weight import Weight, outside_traces
 from ...rendering.row import bytes_text
@@ -176,8 +175,8 @@ def plan_places(
             )
         where = places[id(holder)]
         spec = holder.spec
-        shape = tuple(int(d) if isinstance(d, StaticDim) else 0 for d in spec.dims)
-        if not all(isinstance(d, StaticDim) for d in spec.dims):
+        shape = tuple(n if isinstance(n, int) else 0 for n in spec.sizes)
+        if not spec.is_static:
             found.append(LeafPlace(holder, name, shape, Placed(PartitionSpec(), UNKNOWN_SIZES)))
             continue
         rule = _rule_for(holder, where, rule_of, strategy, named.get(id(holder)), len(shape))
