@@ -191,12 +191,7 @@ def _quantise(
     rows = dict(_reports(holder, names, kind, found, leaf.dtype.itemsize))
     encoding = QuantizationEncoding(kind)
     dims = encoding.packed_shape([int(size) for size in holder.spec.dims])
-    if not holder.spec.spans:
-        holder.adopt_declaration(
-            DType.uint8, tuple(Shape(dims)), encoding, holder.align, None, None
-        )
-    else:
-        holder.redeclare(DType.uint8, dims, encoding)
+    holder.adopt_declaration(DType.uint8, tuple(Shape(dims)), encoding, holder.align, None, None)
     holder.put(found.blocks)
     return rows
 
