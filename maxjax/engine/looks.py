@@ -341,7 +341,7 @@ def _value(what: Any, name: str) -> tuple[Any, str, str, tuple[str, ...]]:
         leaf = what.leaf
         if state_of(leaf).foreign:
             return None, kind, f"{type(leaf).__name__} in its place", ()
-        if not what.is_whole:
+        if what.is_lazy:
             return None, kind, _NO_VALUE, ()
         _check(leaf, name)
         return what.operand(), kind, "", tuple(what.spec.names(name))

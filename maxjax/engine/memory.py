@@ -53,7 +53,7 @@ def arrays_in(holder: Weight) -> list[jax.Array]:
     """
     if holder.home is not None or holder.shard_idx is not None:
         return []
-    if isinstance(holder, StackedWeight) and not holder.is_whole:
+    if isinstance(holder, StackedWeight) and holder.is_lazy:
         leaves: Iterable[Any] = (holder.leaf_of(i) for i in range(holder.spec.count))
     else:
         leaves = [stack_of(holder.leaf)]

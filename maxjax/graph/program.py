@@ -186,7 +186,7 @@ def _from_registry(graph: Graph, registry: Mapping[str, Any] | None) -> list[Any
                 value = weight
                 if weight.is_missing:
                     raise ValueError(_missing(name, registry))
-            kept.append(holder.spec.arranged(_checked(name, entry, weight, value)))
+            kept.append(weight.spec.arranged(_checked(name, entry, weight, value)))
         array = kept[0]
         if holder.spec.lead:
             array = jnp.stack(kept).reshape(*holder.spec.lead, *array.shape)

@@ -84,7 +84,7 @@ def is_per_layer(holder: Any, leaf: Any) -> bool:
 def _value(weight: Weight, layers: dict[int, list[Any]]) -> Any:
     """The value in logical order, in the dtype and shape of the checkpoint it was loaded from."""
     home = weight.home
-    if home is not None and weight.spec.layout is None and home[0].is_whole:
+    if home is not None and weight.spec.layout is None and not home[0].is_lazy:
         if id(home[0]) not in layers:
             layers[id(home[0])] = unstacked(home[0])
         value = layers[id(home[0])][home[1]]

@@ -19,6 +19,7 @@ from ...rendering.rendered import Rendered, card, guarded
 from ...rendering.row import Row, bytes_text, counted, short
 from ..placement.division import device_count, division_of, place_text, spec_text
 from ..shape import StaticDim
+from .spec import is_value
 
 LAZY, UNREAD, TRACED, DELETED = "lazy", "not read yet", "traced", "deleted"
 # Leaves that are not arrays but say what the tree around them is.
@@ -159,8 +160,10 @@ def weight_row(weight: Any, name: str, of_all: bool = False) -> PlacedRow:
     if state.note == LAZY:
         if (getattr(weight, "host", None) or weight).source is not None:
             state = LeafState(UNREAD)
-        elif home is not None and of_all and (held := home[0].loaded):
-            state = LeafState(f"{held} of {home[0].spec.count} layers loaded")
+        elif home is not None and of_all:
+            count = home[0].spec.count
+            if loaded := sum(is_value(home[0].leaf_of(i)) for i in range(count)):
+                state = LeafState(f"{loaded} of {count} layers loaded")
     array = stack_of(leaf)
     found = getattr(array, "dtype", None)
     held = spec.dtype.np if found is None else found

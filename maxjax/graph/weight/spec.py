@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -225,12 +226,19 @@ class WeightSpec:
         return jax.ShapeDtypeStruct(self.leaf_shape, dtype, sharding=self.leaf_sharding)
 
     def logical(self, stored: Any) -> Any:
-        """Return a stored value (of one layer) in logical order."""
-        return stored if self.layout is None or stored is None else self.layout.restore(stored)
+        """Return a stored value in logical order."""
+        if self.layout is None or stored is None:
+            return stored
+        return self._over_layers(self.layout.restore)(stored)
 
     def arranged(self, array: Any) -> Any:
-        """Return a value (of one layer) in the order in which it is stored."""
-        return array if self.layout is None else self.layout.arrange(array)
+        """Return a value in the order in which it is stored."""
+        return array if self.layout is None else self._over_layers(self.layout.arrange)(array)
+
+    def _over_layers(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        for _ in self.spans:
+            function = jax.vmap(function)
+        return function
 
     def unplaced(self) -> WeightSpec:
         """Return the spec without its sharding, which belongs to the devices of this process."""

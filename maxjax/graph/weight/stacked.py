@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,34 +31,45 @@ from .weight import Weight, outside_traces, standing_for
 _LOCK = threading.RLock()
 
 
+class Parts(dict[int, Any]):
+    """The values of some Weights of a stack, by number. It is never changed."""
+
+
+class Apart(list[Weight]):
+    """What holds the values of a stack that was dissolved: its Weights, or the stack of each layer."""
+
+
+def _joined(spec: WeightSpec, leaves: Mapping[int, Any]) -> Any:
+    """Return one array if each Weight of a stack has a value, otherwise Parts."""
+    values = {i: leaf for i, leaf in leaves.items() if is_value(leaf)}
+    if len(values) < spec.count:
+        return Parts(values)
+    return stack([values[i] for i in range(spec.count)], spec.leaf_sharding, spec.lead)
+
+
 class StackedWeight(OfStack, Weight):
     """One array ``[n, ...]`` for the Weights of n layers, or single values while some layers lack one.
 
     Weights are counted in the order of the array: with spans of 2 layers and 3 experts, number 4 is
     expert 1 of layer 1. Everything that it declares is declared of each Weight.
 
+    What it holds, ``_leaf``, has one of three forms: the leaf (an array, or what a pytree was rebuilt around),
+    :class:`Parts`, or :class:`Apart`. The stack of one layer of a stack of stacks holds nothing: it is a view,
+    as a Weight of a stack is.
+
     Args:
         like: a Weight, or a stack of each layer, with the declaration of each layer. It is not changed.
         span: the layers.
     """
 
+    # Weights, and stacks of one layer, by number and whether it is a stack. Weak: Modules hold them, and a
+    # cycle would keep arrays alive until garbage is collected.
+    _views: weakref.WeakValueDictionary[tuple[int, bool], Weight]
+
     def __init__(self, like: Weight, span: Span):
         spec = like.spec
         self._spec = replace(spec, spans=(span, *spec.spans))
-        self._clear()
-        self._leaf = self._spec.blank()
-
-    def _clear(self) -> None:
-        """Forget all values and views."""
-        self._leaf: Any = None
-        # Values by number, while not all Weights have one.
-        self._parts: dict[int, Any] = {}
-        # Weights, and stacks of one layer, by number and whether it is a stack. Weak: Modules hold them, and a
-        # cycle would keep arrays alive until garbage is collected.
-        self._views: weakref.WeakValueDictionary[tuple[int, bool], Weight]
-        self._views = weakref.WeakValueDictionary()
-        # What holds the values after dissolve().
-        self._apart: list[Weight] = []
+        self._leaf, self._views = Parts(), weakref.WeakValueDictionary()
 
     @classmethod
     def of(cls, holders: Sequence[Weight], span: Span) -> StackedWeight:
@@ -69,96 +80,78 @@ class StackedWeight(OfStack, Weight):
 
     def _take(self, holders: Sequence[Weight]) -> None:
         """Take the values of Weights, or of stacks, which are not changed."""
+        leaves = [holder.leaf for holder in holders]
         if isinstance(holders[0], StackedWeight):
-            if all(holder.is_whole for holder in holders):  # type: ignore[attr-defined]
-                leaves = [jnp.asarray(holder.leaf) for holder in holders]
-                self._leaf = stack(leaves, self._spec.leaf_sharding)
+            if all(map(is_value, leaves)):
+                self._leaf = stack(list(map(jnp.asarray, leaves)), self._spec.leaf_sharding)
                 return
-            leaves = [
-                holder.leaf_of(j)  # type: ignore[attr-defined]
-                for holder in holders
-                for j in range(holders[0].spec.count)
-            ]
-        else:
-            leaves = [holder.leaf for holder in holders]
-        self._parts = {
-            i: leaf.__jax_array__() if type(leaf) is StackSlice else leaf
-            for i, leaf in enumerate(leaves)
-            if is_value(leaf)
-        }
-        self._join()
+            inner = range(holders[0].spec.count)
+            leaves = [cast("StackedWeight", one).leaf_of(i) for one in holders for i in inner]
+        arrays = [one.__jax_array__() if type(one) is StackSlice else one for one in leaves]
+        self._leaf = _joined(self._spec, dict(enumerate(arrays)))
 
     def adopt(self, holders: Sequence[Weight]) -> None:
         """Make views of the Weights, or stacks, whose values this stack has taken."""
         inner = self._spec.count // self._spec.spans[0].count
         for i, holder in enumerate(holders):
             if isinstance(holder, StackedWeight):
-                self._move(holder, i * inner)
+                for (number, _), view in list(holder._views.items()):
+                    self._make_view(view, i * inner + number)
+                holder._views.clear()
             self._make_view(holder, i * inner)
         values_changed()
 
-    def _move(self, part: StackedWeight, start: int) -> None:
-        """Make views of this stack of the views of one of its parts."""
-        for (number, _), view in list(part._views.items()):
-            self._make_view(view, start + number)
-        part._clear()
-
     def _make_view(self, weight: Weight, number: int) -> None:
-        vars(weight).update(_spec=None, _leaf=None, _home=(self, number))
+        vars(weight).update(_spec=None, _leaf=None, home=(self, number))
         self._views[number, isinstance(weight, StackedWeight)] = weight
+
+    def _view(self, kind: type, number: int, **state: Any) -> Any:
+        """Return the view of a class at a number, a new one if there is none."""
+        key = number, kind is StackedWeight
+        view = self._views.get(key)
+        if view is None:
+            view = object.__new__(kind)
+            vars(view).update(_spec=None, _leaf=None, home=(self, number), **state)
+            view = self._views.setdefault(key, view)
+        return view
 
     def view(self, number: int) -> Weight:
         """Return one of the Weights."""
-        if self._home is not None:
-            stack, start = self._home
+        if self.home is not None:
+            stack, start = self.home
             return stack.view(start + number)
-        view = self._views.get((number, False))
-        if view is None:
-            view = object.__new__(self._spec.kind)
-            name = None if self._full_name is None else self._spec.name(self._full_name, number)
-            vars(view).update(_spec=None, _leaf=None, _home=(self, number), _full_name=name)
-            view = self._views.setdefault((number, False), view)
-        return view
+        name = None if self._full_name is None else self._spec.name(self._full_name, number)
+        return self._view(self._spec.kind, number, _full_name=name)
 
     def part(self, start: int) -> StackedWeight:
         """Return the stack of one layer; ``start`` is the number of its first Weight."""
-        part = self._views.get((start, True))
-        if part is None:
-            part = object.__new__(StackedWeight)
-            part._clear()
-            vars(part).update(_spec=None, _home=(self, start))
-            part = self._views.setdefault((start, True), part)
-        return part  # type: ignore[return-value]
+        return self._view(StackedWeight, start, _views=weakref.WeakValueDictionary())
 
     def dissolve(self) -> None:
         """Give each Weight, or each layer's stack, its own value back."""
-        spec = self._spec
-        single = len(spec.spans) == 1
-        inner = spec.part if not single else spec.layer
+        spec, held, nested = self._spec, self._leaf, len(self._spec.spans) > 1
+        inner = spec.part if nested else spec.layer
         starts = range(0, spec.count, inner.count)
-        if self.is_whole and hasattr(self._leaf, "shape"):
-            leaves = unstack(self._leaf, inner.leaf_sharding)
+        views = [self.part(i) if nested else self.view(i) for i in starts]
+        if is_value(held) and hasattr(held, "shape"):
+            leaves = unstack(held, inner.leaf_sharding)
         else:
-            leaves = [(self.view(i) if single else self.part(i)).leaf for i in starts]
-        views = [self.view(i) if single else self.part(i) for i in starts]
+            leaves = [
+                view._held if isinstance(view, StackedWeight) else view.leaf for view in views
+            ]
         for view, start, leaf in zip(views, starts, leaves, strict=True):
             if isinstance(view, StackedWeight):
-                held = {
-                    i - start: v for i, v in self._parts.items() if start <= i < start + inner.count
-                }
-                view._parts = held if len(held) < inner.count else {}  # the leaf has them all
                 for (number, is_stack), one in list(self._views.items()):
                     if not is_stack and start <= number < start + inner.count:
                         view._make_view(one, number - start)
-            vars(view).update(_spec=inner, _leaf=leaf, _home=None)
-        self._clear()
-        self._apart = views
+            vars(view).update(_spec=inner, _leaf=leaf, home=None)
+        self._views.clear()
+        self._leaf = Apart(views)
         values_changed()
 
     def restore(self) -> None:
         """Stack the values of the Weights again, after :meth:`dissolve`."""
-        holders, self._apart = self._apart, []
-        self._leaf = self._spec.blank()
+        holders = self._leaf
         self._take(holders)
         self.adopt(holders)
 
@@ -167,50 +160,44 @@ class StackedWeight(OfStack, Weight):
     @property
     def spec(self) -> WeightSpec:
         """The declaration of each Weight, and the leading axes."""
-        return self._spec if self._home is None else self._home[0].spec.part
+        return self._spec if self.home is None else self.home[0].spec.part
 
     @property
     def weights(self) -> list[Weight]:
         """All its Weights, also after they were unstacked."""
-        if self._apart:
-            return [weight for holder in self._apart for weight in holder.weights]
+        if type(self._leaf) is Apart:
+            return [weight for holder in self._leaf for weight in holder.weights]
         return [self.view(i) for i in range(self.spec.count)]
+
+    @property
+    def _held(self) -> Any:
+        """What it holds; for the stack of one layer, its part of what the whole stack holds."""
+        if self.home is None:
+            return self._leaf
+        whole, start = self.home
+        spec, held = self.spec, whole._leaf
+        if type(held) is Parts:
+            return _joined(spec, {i: held.get(start + i) for i in range(spec.count)})
+        return whole.cut(held, start, len(spec.spans)) if is_value(held) else spec.blank()
 
     @property
     def leaf(self) -> Any:
         """The leaf in a pytree: an array, a placeholder, or a slice of the stack of which it is a view."""
-        if self._home is None:
-            return self._leaf
-        stack_, start = self._home
-        spec = self.spec
-        if stack_.is_whole:
-            return stack_.cut(stack_._leaf, start, len(spec.spans))
-        leaves = [stack_._parts.get(start + i) for i in range(spec.count)]
-        if any(leaf is None for leaf in leaves):
-            return spec.blank()
-        return stack(leaves, spec.leaf_sharding, spec.lead)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every Weight has a value."""
-        return is_value(self.leaf)
-
-    @property
-    def loaded(self) -> int:
-        """The number of Weights that have a value."""
-        return sum(is_value(self.leaf_of(i)) for i in range(self.spec.count))
+        held = self._held
+        return self.spec.blank() if type(held) in (Parts, Apart) else held
 
     def leaf_of(self, number: int) -> Any:
         """Return the leaf of one of the Weights."""
-        if self._home is not None:
-            stack_, start = self._home
-            return stack_.leaf_of(start + number)
-        if number in self._parts:
-            return self._parts[number]
-        if type(self._leaf) is jax.ShapeDtypeStruct:
+        if self.home is not None:
+            stack, start = self.home
+            return stack.leaf_of(start + number)
+        held = self._leaf
+        if type(held) is Parts and number in held:
+            return held[number]
+        if type(held) in (Parts, Apart, jax.ShapeDtypeStruct):
             return self._spec.layer.blank()
         # A pytree may be rebuilt around any object, including None.
-        return self.cut(self._leaf, number) if hasattr(self._leaf, "shape") else self._leaf
+        return self.cut(held, number) if hasattr(held, "shape") else held
 
     def cut(self, array: Any, number: int, levels: int = 0) -> Any:
         """Return the slice of a stacked array for a Weight, or for a part with ``levels`` leading axes."""
@@ -223,12 +210,12 @@ class StackedWeight(OfStack, Weight):
 
     def put(self, leaf: Any) -> None:
         """Set the values of all Weights: the leaf itself."""
-        if self._home is not None:
+        if self.home is not None:
             spec = self.spec
             self.put_many({i: leaf[spec.index(i)] for i in range(spec.count)})
             return
         with _LOCK:
-            self._leaf, self._parts = leaf, {}
+            self._leaf = leaf
         values_changed()
 
     def _set(self, value: Any) -> None:
@@ -238,27 +225,23 @@ class StackedWeight(OfStack, Weight):
 
     def put_many(self, leaves: Mapping[int, Any]) -> None:
         """Set the leaves of some of the Weights; on failure none is changed."""
-        if self._home is not None:
-            stack_, start = self._home
-            stack_.put_many({start + i: leaf for i, leaf in leaves.items()})
+        if self.home is not None:
+            stack, start = self.home
+            stack.put_many({start + i: leaf for i, leaf in leaves.items()})
             return
-        with _LOCK, outside_traces(self._leaf, *self._parts.values(), *leaves.values()):
-            if self.is_whole and all(map(is_value, leaves.values())):
+        with _LOCK, outside_traces(self._leaf, *leaves.values()):
+            spec, held = self._spec, self._leaf
+            if type(held) is Parts:
+                self._leaf = _joined(spec, {**held, **leaves})
+            elif is_value(held) and all(map(is_value, leaves.values())):
                 self._leaf = self._updated(leaves)
-                values_changed()
-                return
-            before = self._leaf, self._parts
-            try:
-                self._unjoin()
-                for number, leaf in leaves.items():
-                    if is_value(leaf):
-                        self._parts[number] = leaf
-                    else:
-                        self._parts.pop(number, None)
-                self._join()
-            except BaseException:
-                self._leaf, self._parts = before
-                raise
+            else:
+                each = (
+                    unstack(held, spec.layer.leaf_sharding, len(spec.spans))
+                    if is_value(held)
+                    else ()
+                )
+                self._leaf = _joined(spec, {**dict(enumerate(each)), **leaves})
             values_changed()
 
     def _updated(self, leaves: Mapping[int, Any]) -> Any:
@@ -267,30 +250,14 @@ class StackedWeight(OfStack, Weight):
         array = jnp.asarray(self._leaf).at[tuple(map(np.int32, places))].set(new)
         return put(array, self._spec.leaf_sharding) if self._spec.split else array
 
-    def _unjoin(self) -> None:
-        """Split the stacked array, if there is one, into ``_parts``, which is a new dict afterwards."""
-        if self.is_whole:
-            where = self._spec.layer.leaf_sharding
-            self._parts = dict(enumerate(unstack(self._leaf, where, len(self._spec.spans))))
-            self._leaf = self._spec.blank()
-        else:
-            self._parts = dict(self._parts)
-
-    def _join(self) -> None:
-        """Make one array of ``_parts``, if they are all there."""
-        if self._parts and len(self._parts) == self._spec.count:
-            parts = [self._parts[i] for i in range(self._spec.count)]
-            self._leaf = stack(parts, self._spec.leaf_sharding, self._spec.lead)
-            self._parts = {}
-
     def array(self) -> jax.Array:
         """Return the stacked array; inside a Graph, its tracer."""
         standing = standing_for(self)
         if standing is not None:
             return standing
-        if self._apart:  # it was unstacked; a compiled program still needs the stack
-            return jnp.stack([holder.array() for holder in self._apart])
-        if not self.is_whole:
+        if type(self._leaf) is Apart:  # a compiled program still needs the stack
+            return jnp.stack([holder.array() for holder in self._leaf])
+        if self.is_lazy:
             # Reads Weights that were allocated from a checkpoint; the first without a value raises.
             for weight in self.weights:
                 weight.array()
@@ -303,10 +270,11 @@ class StackedWeight(OfStack, Weight):
     def prepare_move(
         self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
     ) -> Any:
-        """Return the values converted to another Sharding: one array, or a dict while some Weights have none."""
+        """Return what it holds, converted to another Sharding."""
         before, leaf, depth = self.spec.layout, self._leaf, len(self.spec.spans)
-        if not self.is_whole:
-            return {i: relaid(a, sharding, before, layout, name) for i, a in self._parts.items()}
+        if not is_value(leaf) or type(leaf) is Parts:
+            parts = leaf if type(leaf) is Parts else {}
+            return Parts({i: relaid(a, sharding, before, layout, name) for i, a in parts.items()})
         if before != layout:
             layers = np.asarray(leaf) if leaf.is_fully_addressable else leaf
             layers = layers.reshape(-1, *layers.shape[depth:])
@@ -317,41 +285,25 @@ class StackedWeight(OfStack, Weight):
         where = sharding if layout is None else layout.sharding(sharding)
         return put(leaf, with_leading(where, depth, split), name)
 
-    def _store_moved(self, moved: Any) -> None:
-        if isinstance(moved, dict):
-            self._parts, self._leaf = moved, self._spec.blank()
-        else:
-            self._leaf = moved
-        values_changed()
-
     # -- copies
 
     def __copy__(self) -> StackedWeight:
-        return self.like(self.leaf, self._full_name)
+        return self.like(self._held, self._full_name)
 
     def like(self, leaf: Any, name: str | None = None) -> StackedWeight:
         """Return a stack of the same declaration around ``leaf``, which is not inspected."""
         new = object.__new__(StackedWeight)
-        new._clear()
-        vars(new).update(_spec=self.spec, _leaf=leaf, _full_name=name)
+        views = weakref.WeakValueDictionary[Any, Any]()
+        vars(new).update(_spec=self.spec, _leaf=leaf, _views=views, _full_name=name)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        # Views register themselves when they are restored.
-        state = {k: v for k, v in vars(self).items() if k != "_views"}
-        if self._home is not None or self._spec.sharding is None:
-            return state
-        spec, leaf, parts = self._spec, self._leaf, self._parts
-        free = spec.unplaced()
-        if spec.layout is not None:
-            restore = spec.layout.restore
-            for _ in spec.spans:
-                restore = jax.vmap(restore)
-            leaf = restore(leaf) if self.is_whole else leaf
-            parts = {i: spec.logical(part) for i, part in parts.items()}
-        if not self.is_whole and leaf is not None:
-            leaf = free.blank()
-        return {**state, "_spec": free, "_leaf": leaf, "_parts": parts}
+        state = super().__getstate__()
+        del state["_views"]  # views register themselves when they are restored
+        if type(self._leaf) is Parts:
+            logical = self._spec.layer.logical
+            state["_leaf"] = Parts({i: logical(value) for i, value in self._leaf.items()})
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).setdefault("_views", weakref.WeakValueDictionary())

@@ -97,7 +97,7 @@ class Weight(OfWeight, Operators):
     _spec: WeightSpec
     _leaf: Any
     # For a view of a stack: the StackedWeight, and the number in it.
-    _home: tuple[Any, int] | None = None
+    home: tuple[Any, int] | None = None
     _full_name: str | None = None
     _renamed = False
     _original: tuple[DType, Shape] | None = None
@@ -135,7 +135,7 @@ class Weight(OfWeight, Operators):
     @property
     def spec(self) -> WeightSpec:
         """Everything except the value and the full name."""
-        home = self._home
+        home = self.home
         return self._spec if home is None else home[0].spec.layer
 
     def declare(self, what: str, **changes: Any) -> None:
@@ -149,7 +149,7 @@ class Weight(OfWeight, Operators):
 
     def _change_spec(self, **changes: Any) -> None:
         """Change the spec, for a layer of a stack that of all layers."""
-        holder = self if self._home is None else self._home[0]
+        holder = self if self.home is None else self.home[0]
         spec = replace(holder._spec, **changes)
         if spec != holder._spec or spec.why != holder._spec.why:
             holder._spec = spec
@@ -161,7 +161,7 @@ class Weight(OfWeight, Operators):
         Raises:
             ValueError: the Weight belongs to a layer of a stack.
         """
-        if self._home is not None:
+        if self.home is not None:
             raise ValueError(
                 f"weight '{self.name}' belongs to a LayerStack and cannot have {what} of its own: "
                 "layers.unstack() first"
@@ -186,7 +186,7 @@ class Weight(OfWeight, Operators):
     @property
     def is_renamed(self) -> bool:
         """Whether ``name`` was set after the latest state dict, if there was one."""
-        return self._renamed and self._home is None
+        return self._renamed and self.home is None
 
     @property
     def dtype(self) -> DType:
@@ -324,7 +324,7 @@ class Weight(OfWeight, Operators):
         Args:
             split: mesh axes that the Weights of a stack are distributed over; () for a single Weight.
         """
-        if self._home is not None or self.is_lazy:
+        if self.home is not None or self.is_lazy:
             return None
         return relaid(self._leaf, sharding, self.spec.layout, layout, name)
 
@@ -333,9 +333,6 @@ class Weight(OfWeight, Operators):
     ) -> None:  # fmt: skip
         """Adopt a new sharding, with the result of :meth:`prepare_move` for it."""
         self._change_spec(sharding=sharding, why=why, layout=layout, split=split)
-        self._store_moved(moved)
-
-    def _store_moved(self, moved: Any) -> None:
         self.put(self.spec.blank() if moved is None else moved)
 
     # -- the leaf
@@ -343,21 +340,16 @@ class Weight(OfWeight, Operators):
     @property
     def leaf(self) -> Any:
         """The leaf in a pytree: an array, a placeholder, or a slice of a stack."""
-        home = self._home
+        home = self.home
         return self._leaf if home is None else home[0].leaf_of(home[1])
 
     def put(self, leaf: Any) -> None:
         """Set the leaf itself."""
-        if self._home is None:
+        if self.home is None:
             self._leaf = leaf
             values_changed()  # Modules cache the lists of their leaves
         else:
-            self._home[0].put_many({self._home[1]: leaf})
-
-    @property
-    def home(self) -> tuple[Any, int] | None:
-        """The StackedWeight of which it is a view, and its number there; otherwise None."""
-        return self._home
+            self.home[0].put_many({self.home[1]: leaf})
 
     @property
     def weights(self) -> list[Weight]:
@@ -691,14 +683,14 @@ class Weight(OfWeight, Operators):
         spec = self.spec
         new = object.__new__(spec.kind)
         vars(new).update(
-            vars(self), _spec=spec, _leaf=leaf, _home=None, _full_name=name, _renamed=False,
+            vars(self), _spec=spec, _leaf=leaf, home=None, _full_name=name, _renamed=False,
             _original=None, loaded_shape=None, source=None,
         )  # fmt: skip
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the sharding, which belongs to the devices of this process."""
-        if self._home is not None or self._spec.sharding is None:
+        if self.home is not None or self._spec.sharding is None:
             return dict(vars(self))
         free = self._spec.unplaced()
         leaf = free.blank() if self.is_lazy else self._spec.logical(self._leaf)
@@ -706,8 +698,8 @@ class Weight(OfWeight, Operators):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._home is not None:
-            stack, number = self._home
+        if self.home is not None:
+            stack, number = self.home
             views = vars(stack).setdefault("_views", weakref.WeakValueDictionary())
             views.setdefault((number, bool(self.spec.spans)), self)
 
@@ -719,7 +711,7 @@ class Weight(OfWeight, Operators):
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
         new = memo[id(self)] = object.__new__(type(self))
         state = {k: v for k, v in vars(self).items() if k != "_views"}
-        with outside_traces(self.leaf, *state.get("_parts", {}).values()):
+        with outside_traces(self.leaf, self._leaf):
             state = {
                 k: v if k in _SHARED or type(v) is jax.ShapeDtypeStruct else copy.deepcopy(v, memo)
                 for k, v in state.items()
@@ -899,8 +891,13 @@ def with_values(strategy: ShardingStrategy) -> Any:
 
 
 def outside_traces(*leaves: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which arrays that are computed from leaves belong to no running trace, unless a leaf is traced."""
-    is_traced = any(isinstance(stack_of(leaf), Tracer) for leaf in leaves)
+    """A context in which arrays that are computed from leaves belong to no running trace, unless a leaf is traced.
+
+    Args:
+        leaves: leaves, or dicts of leaves.
+    """
+    each = [leaf.values() if isinstance(leaf, dict) else (leaf,) for leaf in leaves]
+    is_traced = any(isinstance(stack_of(leaf), Tracer) for some in each for leaf in some)
     return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
 
 

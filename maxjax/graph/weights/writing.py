@@ -130,7 +130,7 @@ def _source_of(
         return _WeightSource(array, (), array.shape)
     shape = weight.loaded_shape or tuple(int(size) for size in weight.shape)
     home, array, index = weight.home, weight.leaf, ()
-    if home is not None and home[0].is_whole:
+    if home is not None and not home[0].is_lazy:
         array, index = home[0].leaf, home[0].spec.index(home[1])
     if not getattr(array, "is_fully_addressable", True) and not _is_complete(array, index):
         if gathering is None or not can_gather(array):

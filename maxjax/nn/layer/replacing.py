@@ -129,11 +129,9 @@ def _put(holder: Any, leaf: Any, at: Mapping[int | None, tuple[str, Any]]) -> An
     """The new leaf of a weight or of a stack of weights."""
     if None in at:
         value = jnp.asarray(at[None][1])
-        arrange = holder.spec.arranged
-        for _ in holder.spec.lead:
-            arrange = jax.vmap(arrange)
-        return put(arrange(value), holder.spec.leaf_sharding)
-    rows = jnp.stack([holder.spec.arranged(jnp.asarray(value)) for _, value in at.values()])
+        return put(holder.spec.arranged(value), holder.spec.leaf_sharding)
+    arranged = holder.spec.layer.arranged
+    rows = jnp.stack([arranged(jnp.asarray(value)) for _, value in at.values()])
     places = np.unravel_index(np.array(list(at), np.int32), holder.spec.lead)
     places = tuple(map(np.int32, places))
     mesh = explicit.mesh_of(leaf)

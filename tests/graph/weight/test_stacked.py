@@ -71,7 +71,7 @@ def test_the_name_of_one(span, full, index, want):
 
 def test_of_weights_with_values():
     s, weights = stack([1, 2, 3])
-    assert s.is_whole and s.leaf.shape == (3, 2)
+    assert not s.is_lazy and s.leaf.shape == (3, 2)
     np.testing.assert_array_equal(jnp.asarray(s), [[1, 1], [2, 2], [3, 3]])
     for i, w in enumerate(weights):
         assert s.view(i) is w and (w.value == i + 1).all() and w.shape == [2] and w.rank == 1
@@ -81,7 +81,7 @@ def test_of_weights_with_values():
 
 def test_of_weights_without():
     s, weights = stack([None] * 3)
-    assert not s.is_whole and s.leaf == jax.ShapeDtypeStruct((3, 2), jnp.float32)
+    assert s.is_lazy and s.leaf == jax.ShapeDtypeStruct((3, 2), jnp.float32)
     assert [w.value for w in weights] == [None] * 3
     with pytest.raises(ValueError, match="'w' has no value"):
         s.__jax_array__()
@@ -89,10 +89,10 @@ def test_of_weights_without():
 
 def test_of_some_with_values():
     s, weights = stack([1, None, 3])
-    assert not s.is_whole and isinstance(s.leaf, jax.ShapeDtypeStruct)
+    assert s.is_lazy and isinstance(s.leaf, jax.ShapeDtypeStruct)
     assert [w.value is None for w in weights] == [False, True, False]
     weights[1].value = jnp.full(2, 2.0)
-    assert s.is_whole
+    assert not s.is_lazy
     np.testing.assert_array_equal(s.__jax_array__()[:, 0], [1, 2, 3])
 
 
@@ -101,7 +101,7 @@ def test_one_is_changed_emptied_and_filled():
     weights[1].value = jnp.full(2, 7.0)
     np.testing.assert_array_equal(s.leaf[:, 0], [1, 7, 3])
     weights[0].value = None
-    assert not s.is_whole and [w.value is None for w in weights] == [True, False, False]
+    assert s.is_lazy and [w.value is None for w in weights] == [True, False, False]
     np.testing.assert_array_equal(weights[1].value, [7, 7])
     weights[0].value = np.full(2, 9, np.float32)
     np.testing.assert_array_equal(s.leaf[:, 0], [9, 7, 3])
