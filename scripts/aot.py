@@ -12,10 +12,22 @@ weights, only their shapes, and its layers are as `maxjax.load` would hold them.
 
 arguments    bytes of weights, cache and other arguments on one device
 temporaries  bytes that the program needs in addition
+reads        bytes that it reads from the memory of one device, in one token of `decode` or one run of
+             others, and how many times what it needs that is
+writes       bytes that it writes
+need         bytes that it has to read: the weights and the cache on one device, and of experts and of the
+             rows of embedding tables only those that tokens are expected to choose
 copies       copies of weights or cache of 1 MiB or more, complete or of one layer: how many for one
              token of `decode`, or for one run of other programs; "once" is before and after all tokens
 collectives  communication between devices: how often in a layer, how often outside layers, and bytes
 kernels      custom calls, and code that the compiler did not make from its own loops
+
+`--operations 12` adds the 12 operations that move most. `--packed FORMAT` makes the matrices of layers those
+of a quantised checkpoint (FP8, GPTQ, AWQ, INT4, INT8, NF4, MXFP4) or of a GGUF file (Q4_K, Q8_0, …),
+and the vocabulary 4,096 tokens, so that the output head does not hide the layers:
+
+    python scripts/aot.py h200:8 --model deepseek3 --layers 3 --packed FP8 --mesh expert=8 \\
+        --program decode --batch 64 --capacity 2048 --operations 12
 
 `--table` compiles the fixed set of `scripts/aot_programs.py` for both kinds of accelerators, or for
 those named (`v5e`, `h200`), and writes a table that does not change unless the programs do. `--check`
@@ -31,6 +43,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,12 +65,18 @@ import jax  # noqa: E402
 
 import maxjax  # noqa: E402
 from maxjax.dtype import DType  # noqa: E402
-from maxjax.engine.plan.compiled import lowered, memory_of, placeholder_of  # noqa: E402
+from maxjax.engine.plan.compiled import (  # noqa: E402
+    abstract_state,
+    lowered,
+    memory_of,
+    placeholder_of,
+)
+from maxjax.engine.plan.footprint import Reading  # noqa: E402
 from maxjax.engine.plan.topology import Topology  # noqa: E402
 from maxjax.errors import MissingCompilerError, UserInputError  # noqa: E402
 from maxjax.graph.quantization import QuantizationEncoding  # noqa: E402
-from maxjax.models import find_family  # noqa: E402
-from scripts import hlo  # noqa: E402
+from maxjax.models import build, find_family  # noqa: E402
+from scripts import hlo, packed_checkpoints, traffic  # noqa: E402
 from scripts.aot_programs import MODELS, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
 
 MIB = 1 << 20
@@ -70,10 +89,14 @@ class Report(NamedTuple):
 
     arguments: int
     temporaries: int
+    reads: float
+    writes: float
+    need: float
     copies: str
     collectives: str
     kernels: str
     seconds: float
+    operations: Sequence[traffic.Moved] = ()
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -82,42 +105,107 @@ class Report(NamedTuple):
 def model_of(case: Case, mesh: Any) -> Any:
     """The model without values, sharded over a mesh, as ``maxjax.load`` makes it before it reads."""
     config = case.config()
-    family = find_family(config)
-    settings: Any = family.config.from_dict(config)  # type: ignore[attr-defined]
-    model: Any = family.make(settings, (), DType.of(case.dtype), DType.float32)
-    if case.experts is not None:
-        _pack_experts(model, QuantizationEncoding(case.experts))
+    if case.packed in packed_checkpoints.FORMATS:
+        model = _of_checkpoint(config, case.packed)
+    else:
+        family = find_family(config)
+        settings: Any = family.config.from_dict(config)  # type: ignore[attr-defined]
+        model = family.make(settings, (), DType.of(case.dtype), DType.float32)
+        if case.packed is not None:
+            _pack(model, QuantizationEncoding(case.packed))
     model = model.unstack() if case.unstack else model.stack_for(mesh)
     return placeholder_of(model, mesh)
 
 
-def _pack_experts(model: Any, encoding: QuantizationEncoding) -> None:
-    """Declares the matrices of a model's experts as quantised, as loading a quantised checkpoint does."""
+def _of_checkpoint(config: dict[str, Any], packed: str) -> Any:
+    """The model of a checkpoint in a format, of which only the header is read."""
+    with tempfile.TemporaryDirectory() as place:
+        packed_checkpoints.write(Path(place), config, packed)
+        return build(maxjax.load_weights(place), stacked=False)
+
+
+def _pack(model: Any, encoding: QuantizationEncoding) -> None:
+    """Declares the matrices of a model's layers as quantised, as loading a GGUF file does."""
     definition, holders = model._mx_definition()
     for name, holder in zip(definition.names, holders, strict=True):
-        dims = [int(size) for size in holder.spec.dims]
-        if ".experts." in name and len(dims) == 2:
+        dims = tuple(int(size) for size in holder.spec.dims)
+        if packed_checkpoints.is_matrix(name, dims):
             holder.redeclare(DType.uint8, encoding.packed_shape(dims), encoding)
 
 
-def trace(case: Case, topology: str) -> tuple[Any, int]:
-    """The lowered program of a case, and the number of the model's layers."""
+class Traced(NamedTuple):
+    """A program that is not compiled yet.
+
+    Attributes:
+        lowered: ``jax.stages.Lowered``.
+        layers: number of the model's layers.
+        mixture: its mixture of experts, or None.
+        need: bytes that a step has to read on one device.
+    """
+
+    lowered: Any
+    layers: int
+    mixture: traffic.Mixture | None
+    need: float
+
+
+def trace(case: Case, topology: str) -> Traced:
+    """The lowered program of a case."""
     mesh = maxjax.make_mesh(devices=Topology.of(topology).devices(), **case.mesh)
     model = model_of(case, mesh)
     program = lowered(
         case.program, model, mesh,
         batch=case.batch, capacity=case.capacity, tokens=case.tokens, cache_dtype=case.cache_dtype,
     )  # fmt: skip
-    return program, model.config.num_hidden_layers
+    weights = _leaves(model)
+    tokens = case.batch * (1 if case.program == "decode" else case.tokens)
+    mixture = mixture_of(model.config, weights, tokens)
+    held = [held_of(name, leaf, model.config, tokens) for name, leaf in weights.items()]
+    if case.program != "call":
+        state = abstract_state(model, mesh, case.batch, case.capacity, case.cache_dtype)
+        held += [traffic.Held(name, local_bytes(a)) for name, a in _leaves(state.cache).items()]
+    return Traced(program, model.config.num_hidden_layers, mixture, traffic.needed(held, mixture))
 
 
-def compiled(
-    case: Case, topology: str, program: Any, layers: int, save: Path | None
-) -> Report | str:
+def _leaves(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree by their names."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+
+
+def local_bytes(array: Any) -> int:
+    """The bytes of an array on one device."""
+    shape = array.sharding.shard_shape(array.shape)
+    return -(-math.prod(shape) * DType.of(array.dtype).size_in_bits // 8)
+
+
+def held_of(name: str, array: Any, config: Any, tokens: int) -> traffic.Held:
+    """A weight; if it is an embedding table, with the size of the rows of so many tokens."""
+    share = Reading.of(config).share(name, tokens, config.tie_word_embeddings)
+    is_table = share < 1 and not traffic.is_expert(name)
+    size = local_bytes(array)
+    rows = math.prod(array.shape[1:]) * array.dtype.itemsize * tokens
+    return traffic.Held(name, size, rows if is_table else 0)
+
+
+def mixture_of(config: Any, weights: dict[str, Any], tokens: int) -> traffic.Mixture | None:
+    """The mixture of experts of a model, as far as it decides how many of its experts are read."""
+    reading = Reading.of(config)
+    if not reading.experts or not reading.chosen:
+        return None
+    local = reading.experts
+    for name, array in weights.items():
+        if ".experts.*." in name:
+            axis = len(re.findall(r"\.(?:\*|\d+:\d+)(?=\.)", name)) - 1
+            local = array.sharding.shard_shape(array.shape)[axis]
+    return traffic.Mixture(reading.experts, local, reading.chosen, tokens, reading.hidden_size)
+
+
+def compiled(case: Case, topology: str, traced: Traced, save: Path | None) -> Report | str:
     """The report of a lowered program, or why the compiler refuses it, for example for lack of memory."""
     start = time.perf_counter()
     try:
-        executable = program.compile()
+        executable = traced.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         return " ".join(str(error).split())[:300]
     seconds = time.perf_counter() - start
@@ -127,9 +215,11 @@ def compiled(
         name = re.sub(r"[^\w=.,\-]+", "_", f"{topology}_{case}")
         (save / f"{name}.hlo").write_text(text)
     parsed = hlo.parse(text)
+    moved = traffic.moved(parsed, case.program == "decode", traced.mixture)
     return Report(
-        memory.arguments, memory.temporaries, copies_of(parsed, case.program),
-        collectives_of(parsed, layers, case.program), kernels_of(parsed), seconds,
+        memory.arguments, memory.temporaries, *traffic.totals(moved), traced.need,
+        copies_of(parsed, case.program), collectives_of(parsed, traced.layers, case.program),
+        kernels_of(parsed), seconds, moved,
     )  # fmt: skip
 
 
@@ -143,8 +233,7 @@ def reports(
     with ThreadPoolExecutor(WORKERS) as pool:
         waiting = []
         for topology, case in cases:
-            program, layers = trace(case, topology)
-            waiting.append(pool.submit(compiled, case, topology, program, layers, save))
+            waiting.append(pool.submit(compiled, case, topology, trace(case, topology), save))
         for (topology, case), report in zip(cases, waiting, strict=True):
             yield topology, case, report.result()
 
@@ -204,6 +293,22 @@ def kernels_of(program: hlo.Program) -> str:
     return "; ".join(f"{count} x {name}" for name, count in found) or "none"
 
 
+def operations_of(found: Sequence[traffic.Moved], most: int) -> list[str]:
+    """The operations that read and write most, those of all layers together."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for one in found:
+        source = re.sub(r"\d+", "*", one.source)[-70:]
+        shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", one.type)[:50]
+        sums = groups.setdefault((one.kind, source, shape), [0.0, 0.0])
+        sums[0] += one.reads
+        sums[1] += one.writes
+    largest = sorted(groups.items(), key=lambda item: -sum(item[1]))[:most]
+    return [
+        f"reads {reads / MIB:10.2f}, writes {writes / MIB:10.2f} MiB: {kind} {shape} {source}"
+        for (kind, source, shape), (reads, writes) in largest
+    ]
+
+
 def lines_of(topology: str, case: Case, report: Report | str) -> Iterator[tuple[str, str]]:
     """The lines of a case in a table, as (what is measured, what was found)."""
     name = f"{topology} {case}"
@@ -212,6 +317,10 @@ def lines_of(topology: str, case: Case, report: Report | str) -> Iterator[tuple[
         return
     yield f"{name} | arguments", f"{report.arguments / MIB:.2f} MiB"
     yield f"{name} | temporaries", f"{report.temporaries / MIB:.2f} MiB"
+    for field in ("reads", "writes"):
+        size = getattr(report, field)
+        yield f"{name} | {field}", f"{size / MIB:.2f} MiB, {size / report.need:.2f} x need"
+    yield f"{name} | need", f"{report.need / MIB:.2f} MiB"
     for field in ("copies", "collectives", "kernels"):
         yield f"{name} | {field}", getattr(report, field)
 
@@ -328,7 +437,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="bfloat16", help="dtype of weights and cache")
     made.add_argument("--cache-dtype", help="dtype of the cache, such as int8")
     made.add_argument("--program", choices=PROGRAMS, action="append", help="by default all three")
-    made.add_argument("--experts", metavar="ENCODING", help="blocks of the experts, such as MXFP4")
+    made.add_argument(
+        "--packed", metavar="FORMAT", help="of the matrices of layers, such as FP8, Q4_K"
+    )
+    made.add_argument("--operations", type=int, default=0, metavar="N",
+                      help="print the N operations that move most bytes")  # fmt: skip
     made.add_argument("--unstack", action="store_true", help="give each layer its own weights")
     made.add_argument("--save", type=Path, help="directory for the texts of the programs")
     both = made.add_mutually_exclusive_group()
@@ -374,7 +487,7 @@ def _single(topologies: Sequence[str], options: argparse.Namespace) -> int:
         (topology, Case(
             program, options.model, options.layers, options.mesh, options.batch, options.capacity,
             options.tokens, options.dtype, options.cache_dtype, options.unstack,
-            options.experts,
+            options.packed,
         ))
         for topology in topologies
         for program in options.program or PROGRAMS
@@ -387,6 +500,8 @@ def _single(topologies: Sequence[str], options: argparse.Namespace) -> int:
         if isinstance(report, str):
             failed = True
         else:
+            for line in operations_of(report.operations, options.operations):
+                print(f"  {line}")
             print(f"  {'compiled in':12s} {report.seconds:.1f} s", flush=True)
     return int(failed)
 

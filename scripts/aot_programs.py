@@ -1,4 +1,4 @@
-"""The programs that `scripts/aot.py` compiles: shapes of well-known models, and the fixed set of its table."""
+"""The programs that `scripts/aot.py` compiles: shapes of well-known models, and the fixed sets of its table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PROGRAMS = ("decode", "prefill", "call")
+# So few that the output head does not hide the layers, in models of two or three layers.
+PACKED_VOCABULARY = 4096
 
 # Shapes of models, as in their config.json.
 _LLAMA = {
@@ -58,6 +60,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0, "tie_word_embeddings": False,
     },
+    "deepseek3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
+        "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 10000.0, "tie_word_embeddings": False,
+    },
     "deepseek2": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,
         "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
@@ -107,7 +120,8 @@ class Case(NamedTuple):
         tokens: number of tokens of each sequence, in a prefill or a call.
         dtype, cache_dtype: dtypes of the weights and of the cache; None for that of the weights.
         unstack: whether each layer has weights of its own, whatever ``load`` would choose.
-        experts: encoding of the matrices of experts, such as "MXFP4"; None for floats.
+        packed: format of the matrices of layers: a key of ``packed_checkpoints.FORMATS``, or the name of
+            an encoding of ggml's; None for floats. A packed model has a vocabulary of ``PACKED_VOCABULARY``.
     """
 
     program: str
@@ -120,7 +134,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     cache_dtype: str | None = None
     unstack: bool = False
-    experts: str | None = None
+    packed: str | None = None
 
     def __str__(self) -> str:
         """The name of the case in a table.
@@ -136,7 +150,7 @@ class Case(NamedTuple):
         words += [] if self.program == "call" else [f"S={self.capacity}"]
         words += [] if self.dtype == "bfloat16" else [self.dtype]
         words += [] if self.cache_dtype is None else [f"cache={self.cache_dtype}"]
-        words += [] if self.experts is None else [f"experts={self.experts}"]
+        words += [] if self.packed is None else [self.packed]
         return " ".join(words + ["unstacked"] * self.unstack)
 
     @property
@@ -151,13 +165,25 @@ class Case(NamedTuple):
         else:
             path = Path(self.model)
             found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        inner = found.get("text_config", found)
+        if self.packed is not None:
+            inner["vocab_size"] = PACKED_VOCABULARY
         if self.layers is not None:
-            inner = found.get("text_config", found)
             inner["n_layer" if "n_layer" in inner else "num_hidden_layers"] = self.layers
             if inner.get("layer_types"):
                 inner["layer_types"] = inner["layer_types"][: self.layers]
         return found
 
+
+MODELS["kimi2"] = MODELS["deepseek3"] | {
+    "model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+    "rope_theta": 50000.0, "max_position_embeddings": 262144,
+}  # fmt: skip
+MODELS["gptoss120"] = MODELS["gptoss"] | {
+    "num_hidden_layers": 36, "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
 
 # Just enough layers to show what a layer costs; the whole table compiles in four minutes on two cores.
 TABLE = (

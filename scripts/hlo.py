@@ -25,7 +25,7 @@ COLLECTIVES = (
     "collective-permute", "collective-broadcast",
 )  # fmt: skip
 # Custom calls that are not kernels: annotations for the compiler, and names for memory.
-_NO_KERNELS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
+NO_KERNELS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
                "GatherScatterIndicesBitpacked", "Sharding", "SPMDFullToShardShape",
                "SPMDShardToFullShape", "annotate_device_placement")  # fmt: skip
 
@@ -251,7 +251,7 @@ def kernels(program: Program) -> Counter[str]:
     for one in places.values():
         if one.kind == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', one.rest)
-            if target and target[1] not in _NO_KERNELS:
+            if target and target[1] not in NO_KERNELS:
                 name = re.search(r'\b(?:kernel_name|name)\\?"?\s*[:=]\s*\\?"([^"\\]+)', one.rest)
                 # For Mosaic, the path of functions has the kernel's name.
                 name = name or re.search(r"\b(\w+)/pallas_call$", one.source)
@@ -267,15 +267,15 @@ def kernels(program: Program) -> Counter[str]:
 # --- copies --------------------------------------------------------------------------------------
 
 
-class _Data(NamedTuple):
+class Data(NamedTuple):
     """A value that is an argument or data from it: the argument's name, and whether it is a copy."""
 
     name: str
     is_new: bool = False
 
 
-# The value of an instruction: a _Data, None for other data, or a tuple of these.
-_Value = Any
+# The value of an instruction: a Data, None for other data, or a tuple of these.
+Value = Any
 
 _SAME = ("bitcast", "reshape", "optimization-barrier", "add-dependency", "copy-done", "slice-done",
          "async-done", "async-update", "all-gather-done", "all-reduce-done",
@@ -305,30 +305,57 @@ def copies(program: Program, is_data: Callable[[str], bool], least: int = 1 << 2
         ValueError: ``is_data`` is false for all arguments, so that no copy could be found.
     """
     inputs = [one for one in program.computations[program.entry] if one.kind == "parameter"]
-    start: list[_Value] = [None] * len(inputs)
+    start: list[Value] = [None] * len(inputs)
     for one in inputs:
         if is_data(one.source):
-            start[int(one.operands[0])] = _Data(one.source)
+            start[int(one.operands[0])] = Data(one.source)
     if not any(start):
         names = ", ".join(one.source or one.name for one in inputs[:5])
         raise ValueError(f"no argument of the program is a weight or a cache: it has {names}")
-    follow = _Follow(program, least)
+    follow = _Copies(program, least)
     follow.run(program.entry, start, 1, 0)
     return follow.found
 
 
-class _Follow:
-    """Interprets a program with names of arguments instead of values."""
+class Follow:
+    """Interprets a program with names of arguments instead of values.
+
+    A subclass overrides ``visit`` to look at each instruction.
+
+    Args:
+        program: the program.
+        least: the smallest size, in bytes, of what is gathered or broadcast from an argument and still counts
+            as its data.
+    """
 
     def __init__(self, program: Program, least: int):
         self.program, self.least = program, least
-        self.found: list[Found] = []
+
+    def visit(
+        self,
+        one: Instruction,
+        given: list[Value],
+        types: list[str],
+        value: Value,
+        times: float,
+        loops: int,
+    ) -> Value:
+        """The value to go on with, after an instruction that no fusion contains.
+
+        Args:
+            one: the instruction.
+            given, types: the values and types of its operands.
+            value: its value.
+            times: number of its runs; 0 for a run that is not counted.
+            loops: number of loops of unknown length that it is in.
+        """
+        return value
 
     def run(
-        self, name: str, arguments: list[_Value], times: int, loops: int, fused: bool = False
-    ) -> _Value:
+        self, name: str, arguments: list[Value], times: float, loops: int, fused: bool = False
+    ) -> Value:
         """The value of a computation; times 0 stands for a run that is not counted."""
-        values: dict[str, _Value] = {}
+        values: dict[str, Value] = {}
         types: dict[str, str] = {}
         result = None
         for one in self.program.computations.get(name, ()):
@@ -340,38 +367,21 @@ class _Follow:
                 sizes = [types.get(operand, "") for operand in one.operands]
                 value = self.value(one, given, sizes, times, loops, fused)
                 if not fused:
-                    value = self.written(one, value, one.type, times, loops)
+                    value = self.visit(one, given, sizes, value, times, loops)
             values[one.name] = value
             if one.is_root:
                 result = value
         return result
 
-    def written(
-        self, one: Instruction, value: _Value, type_: str, times: int, loops: int
-    ) -> _Value:
-        """Counts the copies in a value that is written to memory; the value then counts as their source."""
-        if isinstance(value, tuple) and not isinstance(value, _Data):
-            parts = _parts(type_)
-            if len(parts) != len(value):
-                return value
-            pairs = zip(value, parts, strict=True)
-            return tuple(self.written(one, v, part, times, loops) for v, part in pairs)
-        if value is None or not value.is_new:
-            return value
-        array = max(arrays(type_), key=nbytes)
-        if times and nbytes(array) >= self.least and not _in_vmem(type_):
-            self.found.append(Found(value.name, array[0], nbytes(array), times, loops, one.source))
-        return value._replace(is_new=False)
-
     def value(
         self,
         one: Instruction,
-        given: list[_Value],
+        given: list[Value],
         types: list[str],
-        times: int,
+        times: float,
         loops: int,
         fused: bool,
-    ) -> _Value:
+    ) -> Value:
         """The value of an instruction, from the values and types of its operands."""
         kind = one.kind
         if kind == "tuple":
@@ -384,14 +394,7 @@ class _Follow:
         if kind == "while":
             return self.loop(one, given[0], times, loops)
         if kind == "conditional":
-            branches = [
-                self.run(name, [argument], times, loops)
-                for name, argument in zip(one.called, given[1:], strict=False)
-            ]
-            result = None
-            for branch in branches:
-                result = _either(result, branch)
-            return result
+            return self.branches(one, given[1:], times, loops)
         if kind in ("call", "async-start"):
             return self.run(one.called[0], given, times, loops, fused)
         if kind == "custom-call":
@@ -412,11 +415,11 @@ class _Follow:
             return _new(value) if nbytes((arrays(type_)[0][0], tuple(rows))) >= self.least else None
         if kind == "broadcast":
             return _new(value) if nbytes(arrays(type_)[0]) >= self.least else None
-        if kind in _MOVED or kind in _ELEMENTWISE:
+        if kind in _MOVED or kind in ELEMENTWISE:
             return self.same_size(one, given, types)
         return None
 
-    def same_size(self, one: Instruction, given: list[_Value], types: list[str]) -> _Value:
+    def same_size(self, one: Instruction, given: list[Value], types: list[str]) -> Value:
         """A copy of the first operand that is data; elementwise operations need one of the same size."""
         count = math.prod(arrays(one.type)[0][1]) if arrays(one.type) else 0
         for value, type_ in zip(given, types, strict=True):
@@ -425,49 +428,93 @@ class _Follow:
                 return _new(value)
         return None
 
-    def loop(self, one: Instruction, start: _Value, times: int, loops: int) -> _Value:
+    def branches(self, one: Instruction, given: list[Value], times: float, loops: int) -> Value:
+        """The value of a conditional: data that any of its branches returns."""
+        result = None
+        for name, argument in zip(one.called, given, strict=False):
+            result = _either(result, self.run(name, [argument], times, loops))
+        return result
+
+    def loop(self, one: Instruction, start: Value, times: float, loops: int) -> Value:
         """The value after a loop: data before it or after an iteration is data in each iteration."""
         body = one.attribute("body").lstrip("%")
-        turns = trips(self.program, one)
-        inner, unknown = times * (turns or 1), loops + (turns is None)
+        unknown = loops + (trips(self.program, one) is None)
         after = self.run(body, [start], 0, unknown)
         state = _either(start, after)
-        self.run(body, [state], inner, unknown)
+        self.run(body, [state], times * self.turns(one, loops), unknown)
         return state
 
+    def turns(self, one: Instruction, loops: int) -> int:
+        """The number of iterations of a loop that is in so many loops of unknown length."""
+        return trips(self.program, one) or 1
 
-_ELEMENTWISE = ("convert", "bitcast-convert", "select", "add", "subtract", "multiply", "divide",
+
+class _Copies(Follow):
+    """Finds the copies of arguments."""
+
+    def __init__(self, program: Program, least: int):
+        super().__init__(program, least)
+        self.found: list[Found] = []
+
+    def visit(
+        self,
+        one: Instruction,
+        given: list[Value],
+        types: list[str],
+        value: Value,
+        times: float,
+        loops: int,
+    ) -> Value:
+        return self.written(one, value, one.type, int(times), loops)
+
+    def written(self, one: Instruction, value: Value, type_: str, times: int, loops: int) -> Value:
+        """Counts the copies in a value that is written to memory; the value then counts as their source."""
+        if isinstance(value, tuple) and not isinstance(value, Data):
+            parts = tuple_parts(type_)
+            if len(parts) != len(value):
+                return value
+            pairs = zip(value, parts, strict=True)
+            return tuple(self.written(one, v, part, times, loops) for v, part in pairs)
+        if value is None or not value.is_new:
+            return value
+        array = max(arrays(type_), key=nbytes)
+        if times and nbytes(array) >= self.least and not in_vmem(type_):
+            self.found.append(Found(value.name, array[0], nbytes(array), times, loops, one.source))
+        return value._replace(is_new=False)
+
+
+ELEMENTWISE = ("convert", "bitcast-convert", "select", "add", "subtract", "multiply", "divide",
                 "maximum", "minimum", "negate", "and", "or", "clamp", "reduce-precision")  # fmt: skip
 
 
-def _is(value: _Value) -> bool:
-    return isinstance(value, _Data)
+def _is(value: Value) -> bool:
+    return isinstance(value, Data)
 
 
-def _new(value: _Value) -> _Value:
-    return value._replace(is_new=True) if isinstance(value, _Data) else None
+def _new(value: Value) -> Value:
+    return value._replace(is_new=True) if isinstance(value, Data) else None
 
 
-def _either(one: _Value, other: _Value) -> _Value:
+def _either(one: Value, other: Value) -> Value:
     if type(one) is tuple and type(other) is tuple and len(one) == len(other):
         return tuple(_either(a, b) for a, b in zip(one, other, strict=True))
     return other if one is None else one
 
 
-def _aliased(one: Instruction, given: list[_Value]) -> _Value:
+def _aliased(one: Instruction, given: list[Value]) -> Value:
     """The values of the operands that a custom call updates in place."""
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", one.rest)
     if not pairs:
         return None
     if pairs[0][0] == "":
         return given[int(pairs[0][1])]
-    result: list[_Value] = [None] * len(_parts(one.type))
+    result: list[Value] = [None] * len(tuple_parts(one.type))
     for place, operand in pairs:
         result[int(place)] = given[int(operand)]
     return tuple(result)
 
 
-def _parts(type_: str) -> list[str]:
+def tuple_parts(type_: str) -> list[str]:
     """The types in a tuple's type."""
     text, parts, depth, begin = type_.strip()[1:-1], [], 0, 0
     for i, letter in enumerate(text):
@@ -478,6 +525,6 @@ def _parts(type_: str) -> list[str]:
     return [*parts, text[begin:]] if text else []
 
 
-def _in_vmem(type_: str) -> bool:
+def in_vmem(type_: str) -> bool:
     """Whether a TPU keeps the array in VMEM: then it was prefetched, not copied."""
     return bool(re.search(r"T\([^{}]*S\(1\)", type_))

@@ -154,7 +154,7 @@ def test_a_table_is_written_and_compared(one_case, capsys, tmp_path):
     text = path.read_text()
     assert "scripts/accelerators.sh --table scripts/aot.txt" in text.splitlines()[1]
     code, out, _ = run(capsys, "--check", path)
-    assert code == 0 and out.startswith("5 lines as in")
+    assert code == 0 and out.startswith("8 lines as in")
     path.write_text(re.sub(r"(arguments +)\S+", r"\g<1>1.00", text))
     code, out, _ = run(capsys, "--check", path)
     assert code == 1 and out.count("\n") == 2 and "| arguments | expected 1.00 MiB" in out
