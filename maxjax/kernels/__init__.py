@@ -9,4 +9,5 @@ from .decode_attention import decode_attention as decode_attention
 from .embed import embed as embed
 from .matmul import matmul as matmul
 from .quant_array import QuantArray as QuantArray
+from .quant_tensors import QuantTensors as QuantTensors
 from .stack_slice import StackSlice as StackSlice

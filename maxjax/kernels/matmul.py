@@ -18,10 +18,12 @@ from jax.core import Tracer
 
 from ..dtype import promote
 from . import explicit
+from .format_product import format_product
 from .operation import has_static_shapes
 from .packed_product import packed_products
 from .product import FLOATS, definition, products
 from .quant_array import QuantArray
+from .quant_tensors import QuantTensors
 from .stack_slice import StackSlice
 
 # The layer index of a weight that is not in a stack.
@@ -33,11 +35,11 @@ def matmul(x: Any, w: Any) -> Any:
 
     Args:
         x: activations ``[..., in]``.
-        w: a Weight, an array, a :class:`StackSlice` or a :class:`QuantArray` ``[out, in]``;
-            or a list or tuple of these, which are read in one pass.
+        w: a Weight, an array, a :class:`StackSlice`, a :class:`QuantArray` or a :class:`QuantTensors`
+            ``[out, in]``; or a list or tuple of these, which are read in one pass.
 
     Returns:
-        The result ``[..., out]`` in the wider of the two float dtypes, or with a QuantArray in that of
+        The result ``[..., out]`` in the wider of the two float dtypes, or with a quantised weight in that of
         ``x``; for a list or tuple of weights a tuple of results. Floats of 32 bits and less are summed
         in float32 and rounded once at the end.
 
@@ -46,8 +48,8 @@ def matmul(x: Any, w: Any) -> Any:
 
     On a CPU a C++ kernel computes it if the dtypes are float32, float16 or bfloat16; for many rows and
     small weights XLA does. For other dtypes, in exported programs and under differentiation
-    ``jax.lax.dot_general`` does. Blocks of a QuantArray are dequantised in registers or chunks
-    (``packed_product.py``).
+    ``jax.lax.dot_general`` does. Quantised weights are dequantised in registers or chunks
+    (``packed_product.py``, ``format_product.py``).
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,6 +72,10 @@ def matmul(x: Any, w: Any) -> Any:
 
 
 def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+    if len(weights) > 1 and any(isinstance(w, QuantTensors) for w in weights):
+        return [_matmul(x, [w])[0] for w in weights]
+    if isinstance(weights[0], QuantTensors):
+        return [_of_format(x, weights[0])]
     if any(isinstance(w, QuantArray) for w in weights):
         return _in_groups(x, weights)
     dtypes = [_common_dtype(x, w) for w in weights]
@@ -146,6 +152,27 @@ def _quantised(x: jax.Array, weights: Sequence[QuantArray], activations: str) ->
     return _where_they_lie(x, [_flattened(w.blocks) for w in weights], multiply)
 
 
+def _of_format(x: jax.Array, w: QuantTensors) -> jax.Array:
+    """The matmul with a weight of several tensors, in the dtype of ``x`` if that is a float."""
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
+    slices = {name: _flattened(a) for name, a in w.tensors.items()}
+    stacks = [to_jax(a.stack if isinstance(a, StackSlice) else a) for a in slices.values()]
+    first = next(iter(slices.values()))
+    layer = jnp.asarray(first.place, jnp.int32) if isinstance(first, StackSlice) else _FIRST
+
+    def run(x: Any, layer: Any, *stacks: Any) -> jax.Array:
+        tensors = dict(zip(slices, stacks, strict=True))
+        return format_product(x, w.layout, tensors, layer, dtype)
+
+    entries = {
+        one.name: explicit.entries(stack)[stack.ndim - len(one.axes) :]
+        for one, stack in zip(w.layout.tensors, stacks, strict=True)
+    }
+    split = w.layout.split(0, entries)
+    wanted = [*explicit.entries(x)[:-1], split]
+    return explicit.automatic(run, explicit.mesh_of(x, *stacks), wanted)(x, layer, *stacks)
+
+
 def _has_kernel(x: Any, w: Any) -> bool:
     """Whether the kernels support these dtypes and shapes."""
     return x.dtype in FLOATS and w.dtype in FLOATS and has_static_shapes(x, w)
@@ -161,8 +188,8 @@ def to_jax(a: Any) -> jax.Array:
 
 
 def kernel_operand(a: Any) -> Any:
-    """The array, StackSlice or QuantArray that ``a`` is or, if it is a Weight, holds."""
-    if isinstance(a, (jax.Array, StackSlice, QuantArray)):
+    """The array, StackSlice, QuantArray or QuantTensors that ``a`` is or, if it is a Weight, holds."""
+    if isinstance(a, (jax.Array, StackSlice, QuantArray, QuantTensors)):
         return a
     method = getattr(a, "__kernel_operand__", None)
     return to_jax(a) if method is None else method()

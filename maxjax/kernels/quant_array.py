@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -101,6 +102,10 @@ class QuantArray(Rendered):
             facts["blocks"] = f"{self.blocks.dtype}{list(self.blocks.shape)}"
         facts["activations"] = self.activations
         return card("QuantArray", facts)
+
+    def each(self, run: Callable[[Any], Any]) -> QuantArray:
+        """Apply a function to the blocks."""
+        return self.around(run(self.blocks))
 
     def around(self, blocks: Any) -> QuantArray:
         """A QuantArray like this one with other blocks, which are not checked."""

@@ -9,10 +9,10 @@ import pytest
 import maxjax
 from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, ShardingStrategy
+from maxjax.kernels.formats import FORMATS, floats, spread, unpacked
 from maxjax.models.quantized import Quantization
 from maxjax.nn.layer import LayerList
 from maxjax.nn.quantized import Exactly, QuantizedLinear, QuantLayout, QuantState, QuantTensor
-from maxjax.nn.quantized.formats import FORMATS, floats, spread, unpacked
 from tests.models.quantized_goldens import goldens
 from tests.models.quantizers import CASES, compressed_scaled, gptq
 

@@ -48,8 +48,9 @@ def tensor(
 
 def group_indices(entries: Found, name: str, inner: int, group: int, ordered: bool) -> QuantTensor:
     """The tensor of each column's group; ``ordered`` as in :class:`Groups`."""
-    found = tensor(entries, name, DType.int32, [((inner,), (None,))])
-    return replace(found, form=Groups(inner, group, ordered))
+    found = tensor(entries, name, DType.int32, [((inner,), (1,))])
+    # A FileForm checks all groups together, so no device holds only some.
+    return replace(found, form=Groups(inner, group, ordered), is_whole=True)
 
 
 def unused(entries: Found, *names: str) -> list[QuantTensor]:

@@ -28,8 +28,9 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType, promote
-from ...kernels import QuantArray, StackSlice, matmul
+from ...kernels import QuantArray, QuantTensors, StackSlice, matmul
 from ...kernels.block_matmul import block_matmul
+from ...kernels.format_product import format_block_matmul
 from ...kernels.grouped import grouped_matmul
 from ...kernels.operation import same_varying
 from ...kernels.stack_slice import slice_of
@@ -49,10 +50,14 @@ _WRITTEN_OUT = 8
 Kind = str | Callable[..., jax.Array]
 
 
+# Quantised weights.
+PACKED = (QuantArray, QuantTensors)
+
+
 class ExpertWeights(NamedTuple):
     """The weights of one expert, as ``kernels.matmul`` takes them, or of all experts stacked.
 
-    Each is an array, a StackSlice, or a QuantArray of either.
+    Each is an array, a StackSlice, or a QuantArray or QuantTensors of either.
 
     Attributes:
         gate, up: ``[F, E]``, or ``[X, F, E]``; gate is None for experts without one.
@@ -99,7 +104,7 @@ class ExpertWeights(NamedTuple):
     @property
     def is_packed(self) -> bool:
         """Whether any weight is quantised."""
-        return any(isinstance(w, QuantArray) for w in self.matrices)
+        return any(isinstance(w, PACKED) for w in self.matrices)
 
 
 # The weights of all experts: stacked, or separate.
@@ -107,10 +112,10 @@ AllExperts = ExpertWeights | Sequence[ExpertWeights]
 
 
 def _at(w: Any, index: Any, taken: bool) -> Any:
-    if isinstance(w, QuantArray):
-        blocks = slice_of(w.blocks, index)
-        return w.around(blocks.__jax_array__() if taken else blocks)
-    return slice_of(w, index)
+    if not isinstance(w, PACKED):
+        return slice_of(w, index)
+    one = w.each(lambda a: slice_of(a, index))
+    return one.each(jnp.asarray) if taken else one
 
 
 def count_of(experts: AllExperts) -> int:
@@ -234,7 +239,7 @@ def _expert_by_rows(kind: Kind, x: jax.Array, weights: ExpertWeights) -> jax.Arr
 
 def _row_product(x: jax.Array, w: Any) -> jax.Array:
     """``kernels.matmul`` of one row ``[1, in]``, as multiplication and sum if the weight is not quantised."""
-    if isinstance(w, QuantArray):  # its kernel reads from the stack in place
+    if isinstance(w, PACKED):  # its kernel reads from the stack in place
         return matmul(x, w)
     dtype = promote(x.dtype, w.dtype).np
     wide = jnp.float32 if dtype.itemsize < 4 else dtype
@@ -329,7 +334,7 @@ def in_blocks(
 
     Args:
         rows: smallest and largest number of rows in a block.
-        by_kernel: whether to run all blocks in one ``kernels.block_matmul``, instead of one after the other.
+        by_kernel: whether to run all blocks in one kernel, instead of one after the other.
         taken: argument of ``ExpertWeights.at``.
     """
     (count, k), width = chosen.shape, x.shape[1]
@@ -397,6 +402,12 @@ def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExp
     found, many = stacked(experts), count_of(experts)
 
     def product(x: jax.Array, w: Any) -> jax.Array:
+        if isinstance(w, QuantTensors):
+            stacks = {name: _all_layers(a) for name, a in w.tensors.items()}
+            first = next(first for _, first in stacks.values())
+            places = jnp.where(owner < many, owner + first, -1)
+            tensors = {name: a for name, (a, _) in stacks.items()}
+            return format_block_matmul(x, w.layout, tensors, places)
         dtype = promote(x.dtype, w.dtype).np
         w, first = _all_layers(w)
         places = jnp.where(owner < many, owner + first, -1)
@@ -450,7 +461,5 @@ def _share(chosen: jax.Array, shares: jax.Array, number: Any) -> jax.Array:
 
 
 def _array(w: Any) -> Any:
-    """The weights of all experts as an array, or a QuantArray of one."""
-    if isinstance(w, QuantArray):
-        return w.around(jnp.asarray(w.blocks))
-    return jnp.asarray(w)
+    """The weights of all experts in arrays, quantised if they are."""
+    return w.each(jnp.asarray) if isinstance(w, PACKED) else jnp.asarray(w)

@@ -18,12 +18,12 @@ from ...graph.placement.arrays import is_manual
 from ...graph.placement.mesh import EXPERTS
 from ...graph.placement.specs import mesh_of
 from ...graph.placement.split import COLUMNS, ROWS
-from ...kernels import explicit
+from ...kernels import QuantTensors, explicit
 from ..layer import ExpertStack, Module
 from ..linear import Linear, linears
 from ..quantized import QuantizedLinear
 from .algorithms import ExpertWeights, Kind, between, one_by_one
-from .experts import ExpertSplit, mixture, mixture_on_mesh, split_of
+from .experts import ExpertSplit, Part, mixture, mixture_on_mesh, split_of
 
 
 class ExpertMLP(Module):
@@ -116,17 +116,18 @@ class Experts(ExpertStack):
 
     def _sum(self, tokens: jax.Array, chosen: jax.Array, shares: jax.Array) -> jax.Array:
         """``[N, E]`` → ``Σ share · expert(token)``, ``[N, E]`` in float32."""
-        if self._is_quantised:
-            if not self.is_stacked:
-                return one_by_one(tokens, chosen, shares, self.layers)
-            carry = tokens, jnp.zeros(tokens.shape, jnp.float32)
-            return self.scan(carry, index="number", call=_add, chosen=chosen, shares=shares)[1]
         mesh, split = self._split()
-        if mesh is None:
-            return mixture(tokens, chosen, shares, self._weights(), self.act)
-        if split is None:
+        if not self._is_called:
+            if mesh is None:
+                return mixture(tokens, chosen, shares, self._weights(), self.act)
+            if split is not None:
+                return mixture_on_mesh(
+                    tokens, chosen, shares, self._weights(), self.act, mesh, split
+                )
+        if not self.is_stacked:
             return one_by_one(tokens, chosen, shares, self.layers)
-        return mixture_on_mesh(tokens, chosen, shares, self._weights(), self.act, mesh, split)
+        carry = tokens, jnp.zeros(tokens.shape, jnp.float32)
+        return self.scan(carry, index="number", call=_add, chosen=chosen, shares=shares)[1]
 
     def sharding_rules(self) -> dict[str, Any]:
         """Distributes experts over the mesh axis ``expert``, and splits their inner features over ``model``."""
@@ -139,40 +140,65 @@ class Experts(ExpertStack):
         return rules
 
     @property
-    def _is_quantised(self) -> bool:
-        """Whether weights of experts are stored as several tensors."""
-        each: Any = self._mx_children.values()  # one stands for all where they are stacked
-        return any(type(m) is QuantizedLinear for expert in each for m in expert.linears)
+    def _each(self) -> list[ExpertMLP]:
+        """The experts that hold weights: one stands for all where they are stacked."""
+        return list(self._mx_children.values())  # type: ignore[arg-type]
 
-    def _stacks(self, what: str) -> list[Any]:
-        """The stored stacks of the projections' weights or biases."""
-        return [self.holder(f"{name}.{what}") for name in self.names]
+    @property
+    def _is_called(self) -> bool:
+        """Whether experts are called as layers: they round their inputs, or have several tensors but no stacks."""
+        quantised = [m for e in self._each for m in e.linears if isinstance(m, QuantizedLinear)]
+        if not self.is_stacked:
+            return bool(quantised)
+        return any(m.layout.activations is not None for m in quantised)
+
+    def _tensors(self, name: str, expert: ExpertMLP) -> dict[str, Part]:
+        """The tensors of a projection's weight by name, of one expert or, where they are stacked, of all."""
+        layer = getattr(expert, name)
+        found: dict[str, Part] = {"weight": (layer.weight, (0, 1))}
+        if isinstance(layer, QuantizedLinear):
+            found = {
+                one.name: (getattr(layer, one.attribute), () if one.is_whole else one.axes)
+                for one in layer.layout.tensors
+            }
+        if not self.is_stacked:
+            return found
+        return {key: (self.holder(f"{name}.{key}"), axes) for key, (_, axes) in found.items()}
 
     def _weights(self) -> Any:
-        if self.is_stacked:
-            return _operands(self._stacks("weight"), self._stacks("bias") if self.has_bias else [])
-        return [
-            _operands(
-                [m.weight for m in expert.linears],
-                [m.bias for m in expert.linears] if self.has_bias else [],
+        """The operands of ``mixture``."""
+        found = [self._operands(expert) for expert in self._each]
+        return found[0] if self.is_stacked else found
+
+    def _operands(self, expert: ExpertMLP) -> ExpertWeights:
+        matrices, biases = [], []
+        for name, layer in zip(self.names, expert.linears, strict=True):
+            tensors = {key: w.operand() for key, (w, _) in self._tensors(name, expert).items()}
+            is_quantised = isinstance(layer, QuantizedLinear)
+            matrices.append(
+                QuantTensors(layer.layout, tensors) if is_quantised else tensors["weight"]
             )
-            for expert in self.layers
-        ]
+            if self.has_bias:
+                bias: Any = self.holder(f"{name}.bias") if self.is_stacked else layer.bias
+                biases.append(bias.operand())
+        return ExpertWeights.of(matrices, biases)
 
     def _split(self) -> tuple[Any, ExpertSplit | None]:
         """The experts' mesh (or None), and how experts are split over it.
 
-        The second is None if experts are split in different ways, or are quantised and not stacked.
+        The second is None if experts are split in different ways, or are in blocks and not stacked.
         """
-        if self.is_stacked:
-            weights, packed = [self._stacks("weight")], False
-        else:
-            weights = [[m.weight for m in expert.linears] for expert in self.layers]
-            packed = any(w.spec.encoding is not None for each in weights for w in each)
-        mesh = mesh_of([w.sharding for each in weights for w in each])
+        experts = [
+            [list(self._tensors(name, expert).values()) for name in self.names]
+            for expert in self._each
+        ]
+        tensors = [tensor for each in experts for parts in each for tensor, _ in parts]
+        mesh = mesh_of([tensor.sharding for tensor in tensors])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None
-        return mesh, None if packed else split_of(weights, mesh)
+        if not self.is_stacked and any(tensor.spec.encoding is not None for tensor in tensors):
+            return mesh, None
+        return mesh, split_of(experts, mesh)
 
 
 def _add(expert: Any, carry: Any, *, number: Any, chosen: jax.Array, shares: jax.Array) -> Any:
@@ -181,7 +207,3 @@ def _add(expert: Any, carry: Any, *, number: Any, chosen: jax.Array, shares: jax
     run = lambda x: one_by_one(x, chosen - number, shares, [expert])
     part = jax.lax.cond(jnp.any(chosen == number), run, lambda x: jnp.zeros_like(total), tokens)
     return tokens, total + part
-
-
-def _operands(weights: list[Any], biases: list[Any]) -> ExpertWeights:
-    return ExpertWeights.of([w.operand() for w in weights], [b.operand() for b in biases])

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...graph.placement.arrays import on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, split_over
-from ...kernels import QuantArray, StackSlice
+from ...kernels import QuantArray, QuantTensors, StackSlice
 from .algorithms import (
     GPU_ROWS,
     AllExperts,
@@ -134,8 +134,15 @@ def _differentiable(options: _Options, *operands: Any) -> jax.Array:
     return jax.lax.platform_dependent(
         *operands,
         cpu=partial(all_experts, options.kind),
-        default=lambda x, c, s, experts: sorted_mixture(options.kind, x, c, s, _dense(experts)),
+        default=partial(_differentiable_elsewhere, options.kind),
     )
+
+
+def _differentiable_elsewhere(kind: Kind, x: Any, chosen: Any, shares: Any, experts: Any) -> Any:
+    if any(isinstance(w, QuantTensors) for w in stacked(experts).matrices):
+        # One expert is dequantised at a time.
+        return all_experts(kind, x, chosen, shares, experts)
+    return sorted_mixture(kind, x, chosen, shares, _dense(experts))
 
 
 def _dense(experts: AllExperts) -> ExpertWeights:
@@ -195,9 +202,10 @@ def _is_few(chosen: jax.Array, experts: ExpertWeights) -> bool:
 
 def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts) -> jax.Array:
     found, kind = stacked(experts), options.kind
-    if _is_few(chosen, found):
+    # The kernels of ggml's blocks have no form for blocks of rows with several weights.
+    by_kernel = not any(isinstance(w, QuantArray) for w in found.matrices)
+    if _is_few(chosen, found) and not (by_kernel and found.is_packed):
         return few_choices(kind, x, chosen, shares, found, by_rows=True, some=options.some)
-    by_kernel = not found.is_packed
     return in_blocks(
         kind, x, chosen, shares, found, rows=GPU_ROWS, by_kernel=by_kernel, taken=False
     )
@@ -260,6 +268,16 @@ def _spec(w: Any, spec: P) -> Any:
     """The PartitionSpecs of the leaves of a stacked weight."""
     if isinstance(w, QuantArray):
         return w.around(_spec(w.blocks, spec))
+    if isinstance(w, QuantTensors):
+        lead, of_axes = spec[:1], (*spec[1:], None, None)
+        specs = {
+            one.name: _spec(
+                w.tensors[one.name],
+                P(*lead, *(None if a is None else of_axes[a] for a in one.axes)),
+            )
+            for one in w.layout.tensors
+        }
+        return QuantTensors(w.layout, specs)
     if isinstance(w, StackSlice):
         where = P(*(None,) * len(w.indices), *spec)
         return StackSlice(where, jax.tree.map(lambda _: P(), w.index))
@@ -332,21 +350,27 @@ def _sums(
     return jax.lax.platform_dependent(y, cpu=run, default=narrow)
 
 
-def split_of(experts: Iterable[Sequence[Any]], mesh: Any) -> ExpertSplit | None:
-    """How experts are split over a mesh; None if they are not all split in the same way.
+# A tensor of a weight ``[out, in]``, and for each of its axes the axis of the weight that it runs along, or None.
+Part = tuple[Any, tuple[int | None, ...]]
+
+
+def split_of(experts: Iterable[Sequence[Sequence[Part]]], mesh: Any) -> ExpertSplit | None:
+    """How experts are split over a mesh; None if they, or the tensors of a weight, are not all split in the same way.
 
     Args:
-        experts: for each expert, or for all stacked experts, the Weights or StackedWeights of its projections,
-            the down projection last.
+        experts: for each expert, or for all stacked experts, the tensors of each projection's weight (one,
+            unless the weight is quantised), the down projection last. Tensors are Weights or StackedWeights.
         mesh: mesh that the weights are sharded over.
     """
     fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
     found = {
         ExpertSplit(
-            tuple(name for name in split_over(weight, axis) if name != fsdp),
-            weight.spec.split,
+            tuple(name for name in split_over(tensor, axis) if name != fsdp), tensor.spec.split
         )
         for *inputs, down in experts
-        for weight, axis in (*((w, 0) for w in inputs), (down, 1))
+        for weight, along in (*((w, 0) for w in inputs), (down, 1))
+        for tensor, axes in weight
+        for axis, own in enumerate(axes)
+        if own == along
     }
     return found.pop() if len(found) == 1 else None

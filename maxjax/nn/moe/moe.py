@@ -32,7 +32,7 @@ from ..layer.sharded import sharded
 from ..linear import MLP, Linear, gated, mlp_rules
 from .algorithms import ExpertWeights, Kind, between, one_by_one
 from .assignments import grouped_matmul_ragged, moe_create_indices, moe_finalize
-from .experts import ExpertSplit, mixture, split_of
+from .experts import ExpertSplit, Part, mixture, split_of
 from .gate import MoEGate, refuse_no_features
 
 
@@ -315,7 +315,7 @@ class MoE(Module):
         fused = (
             shared
             and _are_plain(shared)
-            and split_of(map(_weights, shared), mesh) == ExpertSplit(axes)
+            and split_of(map(_parts, shared), mesh) == ExpertSplit(axes)
         )
         weights = [as_array(w) for e in shared if fused for w in _weights(e)]
 
@@ -343,7 +343,7 @@ class MoE(Module):
         mesh = mesh_of([w.sharding for e in self.experts for w in _weights(e)])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
-        found = split_of(map(_weights, self.experts), mesh)
+        found = split_of(map(_parts, self.experts), mesh)
         return (None, ()) if found is None else (mesh, found.inner)
 
     def sharding_rules(self) -> dict[str, Any]:
@@ -470,6 +470,10 @@ def _by_weights(
 
 def _weights(mlp: Any) -> tuple[Any, Any, Any]:
     return mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+
+
+def _parts(mlp: Any) -> list[list[Part]]:
+    return [[(weight, (0, 1))] for weight in _weights(mlp)]
 
 
 def _are_plain(experts: Any) -> bool:

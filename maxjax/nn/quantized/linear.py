@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,21 +12,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.kind import on_arrays
-from ...graph.placement.specs import names_in, spec_of
+from ...graph.placement.specs import PartOf, names_in, spec_of
 from ...graph.weight.weight import Weight
-from ...kernels import explicit, matmul
+from ...kernels import QuantTensors, explicit, matmul
+from ...kernels.formats import QuantLayout
 from ..low_rank import LowRank
 from ..product import add_bias
-from .formats import QuantLayout
 from .forms import Bits
 
 
 class QuantizedLinear(LowRank):
     """A linear layer over the last axis, with a quantised weight.
 
-    The layer keeps the tensors of the file. Each call dequantises them into one matrix in the dtype of
-    the input, which is not kept after the call. Gradients flow to the input, but not to the tensors.
-    Some formats round the input too.
+    The layer keeps the tensors of the file, and each call dequantises them to the dtype of the input: on NVIDIA
+    GPUs a tile at a time in registers, elsewhere into one matrix, which is not kept after the call.
+    Gradients flow to the input, but not to the tensors. Some formats round the input too.
 
     Args:
         layout: QuantLayout: format, tensors and shape of the weight.
@@ -88,15 +87,14 @@ class QuantizedLinear(LowRank):
             ValueError: the last axis of ``x`` is not ``in_dim`` long.
         """
         array = jnp.asarray(x)
-        dtype = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jnp.dtype(jnp.float32)
-        tensors = self._tensors()
-        on_mesh = isinstance(self.weight.sharding, NamedSharding)
-        product = partial(_product, self.layout, dtype, not on_mesh)
-        mesh = explicit.mesh_of(array, *tensors.values())
-        if mesh is not None:
-            wanted = [*explicit.entries(array)[:-1], self._split(0, tensors)]
-            product = explicit.automatic(product, mesh, wanted)
-        return add_bias(self.updated(product(array, tensors), array), self.bias)
+        y = matmul(self.layout.rounded(array), self.operand())
+        return add_bias(self.updated(y, array), self.bias)
+
+    def operand(self) -> QuantTensors:
+        """The weight as an operand of ``kernels.matmul``: its tensors as they are."""
+        layout = self.layout
+        tensors = {one.name: getattr(self, one.attribute).operand() for one in layout.tensors}
+        return QuantTensors(layout, tensors)
 
     def dequantise(self, dtype: Any = jnp.float32) -> jax.Array:
         """The weight ``[out_dim, in_dim]`` as an array."""
@@ -119,46 +117,13 @@ class QuantizedLinear(LowRank):
 
     def sharding_rules(self) -> dict[str, Any]:
         """Splits each tensor as the rule for ``weight`` splits the weight, where its axes allow."""
-        return {**self.layout.rules(), **super().sharding_rules()}
-
-
-# Rematerialised: the backward pass dequantises again, instead of keeping the dequantised weights of all layers.
-@partial(jax.checkpoint, static_argnums=(0, 1, 2))
-def _product(
-    layout: QuantLayout, dtype: Any, in_turn: bool, x: jax.Array, tensors: dict[str, jax.Array]
-) -> jax.Array:
-    """``x @ weight.T``, computed and returned in ``dtype``.
-
-    Args:
-        in_turn: whether programs for CPUs dequantise the weight only after ``x`` is computed.
-    """
-    tensors = jax.lax.stop_gradient(tensors)
-    x, name = layout.rounded(x), layout.tensors[0].name
-    if in_turn and 0 not in x.shape and not jnp.issubdtype(tensors[name].dtype, jnp.floating):
-        tensors[name] = jax.lax.platform_dependent(
-            jax.lax.stop_gradient(x), tensors[name], cpu=_after, default=lambda x, array: array
-        )
-    return matmul(x, layout.dequantise(tensors).astype(dtype)).astype(dtype)
-
-
-def _after(x: jax.Array, array: jax.Array) -> jax.Array:
-    """``array`` with a data dependency on ``x``, so that programs for CPUs use it only after ``x`` is computed.
-
-    XLA chooses the order of operations. If layers are not stacked, it would dequantise the weights of all layers
-    first and hold all of them in memory; ``lax.optimization_barrier`` does not prevent that.
-    """
-    return array | _zero(x).astype(array.dtype)
-
-
-@jax.custom_batching.custom_vmap
-def _zero(x: jax.Array) -> jax.Array:
-    """The number 0, computed from ``x`` in a way that XLA does not simplify."""
-    return jnp.signbit(x[(0,) * x.ndim]).astype(jnp.uint8) >> 1
-
-
-@_zero.def_vmap
-def _zero_of_first(axis_size: int, in_batched: Any, x: jax.Array) -> Any:
-    return _zero(x[0] if in_batched[0] else x), False
+        layout = self.layout
+        rules = {
+            one.attribute: PartOf("weight", layout.shape, one.axes)
+            for one in layout.tensors
+            if not one.is_whole
+        }
+        return {**rules, **super().sharding_rules()}
 
 
 class DequantisedWeight:
@@ -204,6 +169,9 @@ class DequantisedWeight:
 
     def __jax_array__(self) -> jax.Array:
         return self.layer.dequantise()
+
+    def __kernel_operand__(self) -> QuantTensors:
+        return self.layer.operand()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.layer.dequantise(), dtype=dtype)

@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...dtype import DType
-from ...graph.placement.specs import PartOf
-from .forms import Exactly, Groups, QuantState
+from ..dtype import DType
 
 Tensors = Mapping[str, jax.Array]
 Shape = tuple[int, int]
@@ -410,13 +408,15 @@ class QuantTensor:
         axes: for each axis, the axis of the weight ``[out, in]`` that it runs along; None for an
             axis that a mesh does not split.
         form: FileForm that checks or converts what a file holds; None if the file holds the tensor itself.
+        is_whole: whether each device holds all of it, and uses the part that the axes say.
     """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     axes: tuple[int | None, ...]
-    form: Exactly | Groups | QuantState | None = None
+    form: Any = None
+    is_whole: bool = False
 
     @property
     def has_bits(self) -> bool:
@@ -467,6 +467,29 @@ class QuantLayout:
         """The shape of the weight."""
         return self.out_dim, self.in_dim
 
+    def of_part(self, tensors: Mapping[str, Any]) -> QuantLayout:
+        """The layout of the part of the weight that one device holds.
+
+        Args:
+            tensors: the device's part of each tensor, by name; leading axes are those of stacked weights.
+
+        Example:
+            >>> tensors = (QuantTensor("weight", DType.int8, (4, 3), (0, 1)),)
+            >>> layout = QuantLayout("scaled", 4, 3, tensors)
+            >>> layout.of_part({"weight": jax.ShapeDtypeStruct((8, 2, 3), jnp.int8)}).shape
+            (2, 3)
+        """
+        sizes, parts = list(self.shape), []
+        for one in self.tensors:
+            shape = tensors[one.name].shape
+            own = tuple(shape[len(shape) - len(one.axes) :])
+            for along, whole, part in zip(one.axes, one.shape, own, strict=True):
+                if along is not None and part != whole:
+                    sizes[along] = self.shape[along] * part // whole
+            parts.append(dataclasses.replace(one, shape=own))
+        out, inner = sizes
+        return dataclasses.replace(self, out_dim=out, in_dim=inner, tensors=tuple(parts))
+
     def dequantise(self, tensors: Mapping[str, jax.Array]) -> jax.Array:
         """The weight in float32 ``[out_dim, in_dim]``, from its tensors by name.
 
@@ -494,7 +517,3 @@ class QuantLayout:
                 if along == axis and names:
                     return names
         return ()
-
-    def rules(self) -> dict[str, PartOf]:
-        """The sharding rule of each tensor, by the attribute that holds it."""
-        return {one.attribute: PartOf("weight", self.shape, one.axes) for one in self.tensors}

@@ -1,0 +1,54 @@
+"""Products with weights in Hugging Face's formats as the GPU kernel computes them, on a CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.kernels.gpu import format_product as gpu
+from tests.models.quantizers import CASES
+from tests.nn.test_quantized import layer_of
+
+# Sizes that neither tiles nor groups divide.
+OUT, IN = 48, 96
+NOT_BY_ELEMENT = ["bitnet online"]  # each weight depends on all of them
+
+
+def made(case, count, shape=(OUT, IN)):
+    """(the layout, stacks of the tensors of ``count`` weights, the weights)."""
+    layers, values = [], []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        found, value = case.quantise(rng.normal(0, 1, shape), rng)
+        layers.append(layer_of(case.config, {k: np.asarray(v) for k, v in found.items()}, shape))
+        values.append(value)
+    operands = [layer.operand().each(jnp.asarray).tensors for layer in layers]
+    return layers[0].layout, jax.tree.map(lambda *a: jnp.stack(a), *operands), np.stack(values)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_the_kernel(case, tokens):
+    layout, stacks, values = made(case, 2)
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(tokens, IN)), jnp.bfloat16)
+    if why := gpu.lacks(layout, x, stacks):
+        assert layout.format == "ternary" or layout.format == "mxfp4" or "bits" in why
+        return
+    found = gpu.matmul(layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
+    expected = np.asarray(x, np.float64) @ values[1].T
+    # Weights are rounded to bfloat16.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-8 * np.abs(expected).max())
+    alone = {name: a[1] for name, a in stacks.items()}
+    again = gpu.matmul(layout, jnp.float32, x, alone, jnp.int32(0), interpret=True)
+    np.testing.assert_array_equal(found, again)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order", "awq", "bitsandbytes nf4"])
+def test_exact_in_float32(name):
+    layout, stacks, values = made(CASES[name], 3)
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(4, 16, IN)), jnp.float32)
+    owner = jnp.asarray([2, 0, -1, 2], jnp.int32)
+    found = gpu.kernel(layout, jnp.float32, x, stacks, owner, interpret=True)
+    for i in (0, 1, 3):
+        expected = np.asarray(x[i], np.float64) @ values[owner[i]].T
+        np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
