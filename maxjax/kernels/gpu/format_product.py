@@ -263,7 +263,7 @@ def matmul(
     """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``layer`` is an index if the tensors are stacks."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
-    size = min(MOST_ROWS, power(count))
+    size = min(MOST_ROWS, count)
     blocks = -(-count // size)
     rows = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, -1)
     is_stack = tensors[layout.tensors[0].name].ndim > len(layout.tensors[0].axes)
@@ -284,7 +284,7 @@ def kernel(
     """``x[i] @ w[owner[i]].T``, summed in float32: ``[blocks, rows, in]`` → ``[blocks, rows, out]`` in ``dtype``.
 
     Args:
-        x: blocks of rows, a power of two from 16 to 128 each.
+        x: blocks of at most 128 rows.
         tensors: stacks of the tensors by name.
         owner: index of each block's weight, int32 ``[blocks]``; where it is negative, nothing is read.
         interpret: whether to run the kernel's operations one by one, on any platform.
@@ -295,14 +295,15 @@ def kernel(
     layout = layout.of_part(tensors)
     blocks, rows, depth = x.shape
     out = layout.out_dim
-    wide, warps = (32, 2) if rows == 16 else (64, 4)
+    padded = power(rows)
+    wide, warps = (32, 2) if padded == 16 else (64, 4)
     steps = -(-depth // _DEEP)
     programs = blocks * -(-out // wide)
     wanted = -(-WARPS // 2 // (programs * warps))
     splits = max(1, min(wanted, steps // 2, _MOST_SUMS // (blocks * rows * out)))
     names = [one.name for one in layout.tensors]
     call = pl.pallas_call(
-        functools.partial(_program, layout, names, wide, splits),
+        functools.partial(_program, layout, names, padded, wide, splits),
         grid=(-(-out // wide), blocks, splits),
         out_shape=result((splits, blocks, rows, out), x, dtype if splits == 1 else jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=3),
@@ -314,9 +315,16 @@ def kernel(
 
 
 def _program(
-    layout: QuantLayout, names: Any, wide: int, splits: int, owner: Any, x: Any, *refs: Any
+    layout: QuantLayout,
+    names: Any,
+    padded: int,
+    wide: int,
+    splits: int,
+    owner: Any,
+    x: Any,
+    *refs: Any,
 ) -> None:
-    """One program: ``wide`` columns of the result of one block, or a part of their sums."""
+    """One program: ``wide`` columns of the result of one block, padded to some rows, or a part of their sums."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -325,10 +333,11 @@ def _program(
     first_row, block, split = pl.program_id(0) * wide, pl.program_id(1), pl.program_id(2)
     _, rows, depth = x.shape
     number = owner[block]
-    token = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    token = jnp.arange(padded, dtype=jnp.int32)[:, None]
+    there = token < rows
     row = first_row + jnp.arange(wide, dtype=jnp.int32)
     own = jnp.minimum(row, layout.out_dim - 1)[:, None]
-    ragged = depth % _DEEP > 0
+    ragged = depth % _DEEP > 0 or padded > rows
 
     def load(name: str, *indices: Any) -> Any:
         shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in indices))
@@ -339,8 +348,8 @@ def _program(
     def step(i: Any, total: Any) -> Any:
         start = i * _DEEP
         inner = start + jnp.arange(_DEEP, dtype=jnp.int32)[None, :]
-        known = jnp.minimum(inner, depth - 1) if ragged else inner
-        mask = jnp.broadcast_to(inner < depth, (rows, _DEEP)) if ragged else None
+        known = jnp.minimum(inner, depth - 1)
+        mask = (inner < depth) & there if ragged else None
         some = triton.load(x.at[block, token, known], mask=mask, other=0.0 if ragged else None)
         tile = Tile(load, layout, own, known, start, _DEEP)
         weights = _FORMATS[layout.format](tile, **dict(layout.options))
@@ -351,8 +360,7 @@ def _program(
     each = -(-steps // splits)
     # For an unused block nothing is read.
     end = jnp.where(number < 0, jnp.int32(0), jnp.minimum((split + 1) * each, steps))
-    zeros = jnp.zeros((rows, wide), jnp.float32)
+    zeros = jnp.zeros((padded, wide), jnp.float32)
     total = jax.lax.fori_loop(split * each, end, step, zeros)
     place = y.at[split, block, token, row[None, :]]
-    inside = jnp.broadcast_to((row < layout.out_dim)[None, :], total.shape)
-    triton.store(place, total.astype(y.dtype), mask=inside)
+    triton.store(place, total.astype(y.dtype), mask=there & (row < layout.out_dim)[None, :])
