@@ -123,6 +123,13 @@ def count_of(experts: AllExperts) -> int:
     return experts.down.shape[0] if isinstance(experts, ExpertWeights) else len(experts)
 
 
+def has_tensors(experts: AllExperts) -> bool:
+    """Whether experts are stacked, and quantised in a format of several tensors."""
+    return isinstance(experts, ExpertWeights) and any(
+        isinstance(w, QuantTensors) for w in experts.matrices
+    )
+
+
 def stacked(experts: AllExperts) -> ExpertWeights:
     """The experts as one stacked :class:`ExpertWeights`; separate experts are copied into arrays.
 

@@ -33,6 +33,7 @@ from ...graph.placement.arrays import on_mesh
 from ...graph.placement.specs import axis_of, batch_axes, split_over
 from ...kernels import QuantArray, QuantTensors, StackSlice
 from .algorithms import (
+    CPU_ROWS,
     GPU_ROWS,
     AllExperts,
     ExpertWeights,
@@ -43,6 +44,7 @@ from .algorithms import (
     count_of,
     down_bias,
     few_choices,
+    has_tensors,
     in_blocks,
     sorted_mixture,
     stacked,
@@ -51,6 +53,8 @@ from .algorithms import (
 # With more than _AT_ONCE tokens, a TPU takes longer to multiply than to read the weights. _LANES is the width of
 # its registers: for axes that are not a multiple of it, the grouped matmul copies the whole stack.
 _AT_ONCE, _LANES = 128, 128
+# The least number of rows for which CPUs dequantise an expert of several tensors, if there are as many.
+_DEQUANTISED_FOR = 8
 # The maximum number of rows that are sorted at a time on a mesh: memory holds a token once for
 # each of its chosen experts, and a device may have gathered the tokens of others.
 _MOST_ROWS = 1 << 14
@@ -139,7 +143,7 @@ def _differentiable(options: _Options, *operands: Any) -> jax.Array:
 
 
 def _differentiable_elsewhere(kind: Kind, x: Any, chosen: Any, shares: Any, experts: Any) -> Any:
-    if any(isinstance(w, QuantTensors) for w in stacked(experts).matrices):
+    if has_tensors(experts):
         # One expert is dequantised at a time.
         return all_experts(kind, x, chosen, shares, experts)
     return sorted_mixture(kind, x, chosen, shares, _dense(experts))
@@ -189,7 +193,7 @@ def _one_after_the_other(run: Any, batched: Sequence[Any], operands: Sequence[An
 def _by_platform(options: _Options, *operands: Any) -> jax.Array:
     return jax.lax.platform_dependent(
         *operands,
-        cpu=partial(in_blocks, options.kind, taken=False),
+        cpu=partial(_on_cpu, options),
         cuda=partial(_on_gpu, options),
         default=partial(_elsewhere, options),
     )
@@ -200,11 +204,19 @@ def _is_few(chosen: jax.Array, experts: ExpertWeights) -> bool:
     return chosen.size <= count_of(experts)
 
 
+def _on_cpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts) -> jax.Array:
+    rows = CPU_ROWS
+    if has_tensors(experts):
+        # Dequantising an expert takes longer than multiplying some rows: each expert is in as few blocks as possible.
+        rows = min(_DEQUANTISED_FOR, x.shape[0]), rows[1]
+    return in_blocks(options.kind, x, chosen, shares, experts, rows=rows, taken=False)
+
+
 def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts) -> jax.Array:
     found, kind = stacked(experts), options.kind
     # The kernels of ggml's blocks have no form for blocks of rows with several weights.
-    by_kernel = not any(isinstance(w, QuantArray) for w in found.matrices)
-    if _is_few(chosen, found) and not (by_kernel and found.is_packed):
+    by_kernel = has_tensors(found) or not found.is_packed
+    if _is_few(chosen, found) and not has_tensors(found):
         return few_choices(kind, x, chosen, shares, found, by_rows=True, some=options.some)
     return in_blocks(
         kind, x, chosen, shares, found, rows=GPU_ROWS, by_kernel=by_kernel, taken=False
