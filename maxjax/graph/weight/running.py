@@ -13,7 +13,14 @@ from typing import Any
 
 from jax.core import Tracer
 
-from .epoch import EPOCH
+
+def names_below(module: Any, stacked: bool = False) -> Any:
+    """Return the names below a Module (``ModuleNames`` in ``nn/layer/walk.py``), computed once for its structure.
+
+    Args:
+        stacked: whether all equal layers of a LayerStack have one name.
+    """
+    return module._mx_names_below(stacked)
 
 
 class Running(threading.local):
@@ -21,28 +28,19 @@ class Running(threading.local):
 
     Attributes:
         modules: Modules whose ``__call__`` is running, outermost first. Each computes the names
-            below it on demand (``nn/layer/call_stack.py``).
+            below it on demand.
         graphs: graphs being built, innermost last.
         traced: whether the outermost Module was called under a trace.
-        known: map from id(Module) to the names below that Module, computed on demand.
     """
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
         self.graphs: list[Any] = []
         self.traced = False
-        self.known: dict[int, Any] = {}
-
-    def names_below(self, module: Any) -> Any:
-        """The names below a running Module, recomputed when a structure has changed."""
-        known = self.known.get(id(module))
-        if known is None or known.structure != EPOCH.structure:
-            known = self.known[id(module)] = module._mx_names_below()
-        return known
 
     def path_of(self, weight: Any) -> str | None:
         """The path of a Weight below the outermost running Module; None if it is not below it."""
-        return self.names_below(self.modules[0]).names.get(id(weight)) if self.modules else None
+        return names_below(self.modules[0]).names.get(id(weight)) if self.modules else None
 
     def warn_of_lost(self, weight: Any, value: Any) -> None:
         """Warns if a Weight below a running Module gets a traced value, which is lost after the trace."""
@@ -67,14 +65,14 @@ class Running(threading.local):
 
     def names_of(self, weight: Any) -> list[str]:
         """The names by which a Weight may be looked up with :meth:`find`, in the order in which that searches."""
-        paths = [self.names_below(m).names.get(id(weight)) for m in reversed(self.modules)]
+        paths = [names_below(m).names.get(id(weight)) for m in reversed(self.modules)]
         found = [path for path in paths if path is not None]
         # Below the outermost Module, a new name of the Weight comes before its path.
         return [*found[:-1], self.name_of(weight), *found[-1:]]
 
     def is_below(self, stack: Any) -> bool:
         """Whether a StackedWeight is below the outermost running Module."""
-        return bool(self.modules) and id(stack) in self.names_below(self.modules[0]).stacks
+        return bool(self.modules) and id(stack) in names_below(self.modules[0], stacked=True).stacks
 
     def find(self, names: list[str], templates: list[Any]) -> list[Any] | None:
         """The Weights of these names; ``templates`` has a similar Weight for each.
@@ -83,7 +81,7 @@ class Running(threading.local):
         built, which creates those that it lacks; None if there is neither.
         """
         for module in reversed(self.modules):
-            known = self.names_below(module).weights
+            known = names_below(module).weights
             if not all(name in known for name in names):
                 known = {self.name_of(weight): weight for weight in known.values()}
             if all(name in known for name in names):

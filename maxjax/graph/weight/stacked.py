@@ -31,19 +31,19 @@ from .weight import Weight, outside_traces, standing_for
 _LOCK = threading.RLock()
 
 
-class Parts(dict[int, Any]):
+class Incomplete(dict[int, Any]):
     """The values of some Weights of a stack, by number. It is never changed."""
 
 
-class Apart(list[Weight]):
+class Dissolved(list[Weight]):
     """What holds the values of a stack that was dissolved: its Weights, or the stack of each layer."""
 
 
 def _joined(spec: WeightSpec, leaves: Mapping[int, Any]) -> Any:
-    """Return one array if each Weight of a stack has a value, otherwise Parts."""
+    """Return one array if each Weight of a stack has a value, otherwise Incomplete."""
     values = {i: leaf for i, leaf in leaves.items() if is_value(leaf)}
     if len(values) < spec.count:
-        return Parts(values)
+        return Incomplete(values)
     return stack([values[i] for i in range(spec.count)], spec.leaf_sharding, spec.lead)
 
 
@@ -54,7 +54,7 @@ class StackedWeight(OfStack, Weight):
     expert 1 of layer 1. Everything that it declares is declared of each Weight.
 
     What it holds, ``_leaf``, has one of three forms: the leaf (an array, or what a pytree was rebuilt around),
-    :class:`Parts`, or :class:`Apart`. The stack of one layer of a stack of stacks holds nothing: it is a view,
+    :class:`Incomplete`, or :class:`Dissolved`. The stack of one layer of a stack of stacks holds nothing: it is a view,
     as a Weight of a stack is.
 
     Args:
@@ -69,7 +69,7 @@ class StackedWeight(OfStack, Weight):
     def __init__(self, like: Weight, span: Span):
         spec = like.spec
         self._spec = replace(spec, spans=(span, *spec.spans))
-        self._leaf, self._views = Parts(), weakref.WeakValueDictionary()
+        self._leaf, self._views = Incomplete(), weakref.WeakValueDictionary()
 
     @classmethod
     def of(cls, holders: Sequence[Weight], span: Span) -> StackedWeight:
@@ -146,7 +146,7 @@ class StackedWeight(OfStack, Weight):
                         view._make_view(one, number - start)
             vars(view).update(_spec=inner, _leaf=leaf, home=None)
         self._views.clear()
-        self._leaf = Apart(views)
+        self._leaf = Dissolved(views)
         values_changed()
 
     def restore(self) -> None:
@@ -165,7 +165,7 @@ class StackedWeight(OfStack, Weight):
     @property
     def weights(self) -> list[Weight]:
         """All its Weights, also after they were unstacked."""
-        if type(self._leaf) is Apart:
+        if type(self._leaf) is Dissolved:
             return [weight for holder in self._leaf for weight in holder.weights]
         return [self.view(i) for i in range(self.spec.count)]
 
@@ -176,7 +176,7 @@ class StackedWeight(OfStack, Weight):
             return self._leaf
         whole, start = self.home
         spec, held = self.spec, whole._leaf
-        if type(held) is Parts:
+        if type(held) is Incomplete:
             return _joined(spec, {i: held.get(start + i) for i in range(spec.count)})
         return whole.cut(held, start, len(spec.spans)) if is_value(held) else spec.blank()
 
@@ -184,7 +184,7 @@ class StackedWeight(OfStack, Weight):
     def leaf(self) -> Any:
         """The leaf in a pytree: an array, a placeholder, or a slice of the stack of which it is a view."""
         held = self._held
-        return self.spec.blank() if type(held) in (Parts, Apart) else held
+        return self.spec.blank() if type(held) in (Incomplete, Dissolved) else held
 
     def leaf_of(self, number: int) -> Any:
         """Return the leaf of one of the Weights."""
@@ -192,9 +192,9 @@ class StackedWeight(OfStack, Weight):
             stack, start = self.home
             return stack.leaf_of(start + number)
         held = self._leaf
-        if type(held) is Parts and number in held:
+        if type(held) is Incomplete and number in held:
             return held[number]
-        if type(held) in (Parts, Apart, jax.ShapeDtypeStruct):
+        if type(held) in (Incomplete, Dissolved, jax.ShapeDtypeStruct):
             return self._spec.layer.blank()
         # A pytree may be rebuilt around any object, including None.
         return self.cut(held, number) if hasattr(held, "shape") else held
@@ -231,7 +231,7 @@ class StackedWeight(OfStack, Weight):
             return
         with _LOCK, outside_traces(self._leaf, *leaves.values()):
             spec, held = self._spec, self._leaf
-            if type(held) is Parts:
+            if type(held) is Incomplete:
                 self._leaf = _joined(spec, {**held, **leaves})
             elif is_value(held) and all(map(is_value, leaves.values())):
                 self._leaf = self._updated(leaves)
@@ -255,7 +255,7 @@ class StackedWeight(OfStack, Weight):
         standing = standing_for(self)
         if standing is not None:
             return standing
-        if type(self._leaf) is Apart:  # a compiled program still needs the stack
+        if type(self._leaf) is Dissolved:  # a compiled program still needs the stack
             return jnp.stack([holder.array() for holder in self._leaf])
         if self.is_lazy:
             # Reads Weights that were allocated from a checkpoint; the first without a value raises.
@@ -272,9 +272,11 @@ class StackedWeight(OfStack, Weight):
     ) -> Any:
         """Return what it holds, converted to another Sharding."""
         before, leaf, depth = self.spec.layout, self._leaf, len(self.spec.spans)
-        if not is_value(leaf) or type(leaf) is Parts:
-            parts = leaf if type(leaf) is Parts else {}
-            return Parts({i: relaid(a, sharding, before, layout, name) for i, a in parts.items()})
+        if not is_value(leaf) or type(leaf) is Incomplete:
+            parts = leaf if type(leaf) is Incomplete else {}
+            return Incomplete(
+                {i: relaid(a, sharding, before, layout, name) for i, a in parts.items()}
+            )
         if before != layout:
             layers = np.asarray(leaf) if leaf.is_fully_addressable else leaf
             layers = layers.reshape(-1, *layers.shape[depth:])
@@ -300,9 +302,9 @@ class StackedWeight(OfStack, Weight):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         del state["_views"]  # views register themselves when they are restored
-        if type(self._leaf) is Parts:
+        if type(self._leaf) is Incomplete:
             logical = self._spec.layer.logical
-            state["_leaf"] = Parts({i: logical(value) for i, value in self._leaf.items()})
+            state["_leaf"] = Incomplete({i: logical(value) for i, value in self._leaf.items()})
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

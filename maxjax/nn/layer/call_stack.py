@@ -8,7 +8,6 @@ names.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,54 +18,9 @@ from jax.core import Tracer
 
 from ...errors import UserInputError, some
 from ...graph.kind import KIND, into_call
-from ...graph.weight.epoch import EPOCH
-from ...graph.weight.running import RUNNING
-from ...graph.weight.weight import Weight
+from ...graph.weight.running import RUNNING, names_below
 from .definition import is_traced, weight_values
-from .walk import Walk, deleted_arrays
-
-
-class ModuleNames:
-    """Cached look-ups of names below a Module: a trace needs one for each weight and call."""
-
-    def __init__(self, root: Any):
-        # Holding the root keeps its id from being reused.
-        self.root, self.structure = root, EPOCH.structure
-
-    @functools.cached_property
-    def _walk(self) -> Walk:
-        return Walk(self.root)
-
-    @functools.cached_property
-    def _stacked(self) -> Walk:
-        return Walk(self.root, stacked=True)
-
-    @functools.cached_property
-    def scopes(self) -> dict[int, str]:
-        """Map from id(Module) to its prefix, with one name for all equal layers of a LayerStack."""
-        walk = self._stacked
-        return {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
-
-    @property
-    def stacks(self) -> set[int]:
-        """ids of the StackedWeights."""
-        return self._stacked.stacks
-
-    @functools.cached_property
-    def prefixes(self) -> dict[int, str]:
-        """Map from id(Module) to its prefix."""
-        return {id(m): p for m, p in zip(self._walk.modules, self._walk.prefixes, strict=True)}
-
-    @functools.cached_property
-    def weights(self) -> dict[str, Weight]:
-        """Map from full name to Weight."""
-        return {name: weight for name, _, weight, _ in self._walk.places}
-
-    @functools.cached_property
-    def names(self) -> dict[int, str]:
-        """Map from id(Weight) to its first full name."""
-        return {id(weight): name for name, _, weight, _ in reversed(self._walk.places)}
-
+from .walk import deleted_arrays
 
 _OWN = "maxjax.nn.layer."
 _WARNED: set[tuple[str, type]] = set()
@@ -100,8 +54,6 @@ def run(module: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any
     finally:
         running.modules.pop()
         KIND.now = before
-        if outermost and running.known:
-            running.known.clear()  # it keeps Modules alive
     return found if back is None else back(found)
 
 
@@ -131,7 +83,7 @@ def _scope_name(module: Any) -> str | None:
     caller = RUNNING.modules[-1]
     if module is caller:  # super().__call__()
         return None
-    prefixes = RUNNING.names_below(RUNNING.modules[0]).scopes
+    prefixes = names_below(RUNNING.modules[0], stacked=True).prefixes
     name = prefixes.get(id(module))
     if not name:
         return type(module).__name__
@@ -145,7 +97,7 @@ def layer_name(layer: Any) -> str | None:
     """
     if not RUNNING.modules:
         return None
-    prefix = RUNNING.names_below(RUNNING.modules[0]).prefixes.get(id(layer))
+    prefix = names_below(RUNNING.modules[0]).prefixes.get(id(layer))
     return None if prefix is None else prefix.rstrip(".")
 
 

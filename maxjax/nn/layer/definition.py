@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +39,7 @@ from ...reloads import code, watch
 from .hooks import token, wrap_edited
 from .observe.places import of_first_layer
 from .static import unread_fields, unshared
-from .walk import Walk, host_of, source_of
+from .walk import ModuleNames, Walk, host_of, source_of
 from .watched import AssignedLists, Changeable
 
 
@@ -80,7 +81,7 @@ class Definition:
 
 
 class Variant:
-    """The treedef data of a Module that is more than a Definition.
+    """The treedef data of a Module: its Definition, the kind of values, and values that no call reads.
 
     Values that no call reads are not compared. So ``jax.tree.map`` takes models from two checkpoints, and a
     compiled function takes either. The result of ``tree.map`` has those of its first tree; that of a
@@ -94,46 +95,39 @@ class Variant:
 
     __slots__ = ("definition", "unread", "kind")
 
-    def __init__(self, definition: Definition, unread: Unread, kind: int = ARRAYS):
+    def __init__(self, definition: Definition, unread: Unread = (), kind: int = ARRAYS):
         self.definition, self.unread, self.kind = definition, unread, kind
 
     def __repr__(self) -> str:
         return repr(self.definition)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Variant):
-            return other.definition is self.definition and other.kind == self.kind
-        return other is self.definition and self.kind == ARRAYS
+        if not isinstance(other, Variant):
+            return False
+        return other.definition is self.definition and other.kind == self.kind
 
     def __hash__(self) -> int:
         return hash(self.definition)
 
 
 Unread = tuple[dict[str, tuple[Any, Hashable]], ...]
-Found = Definition | Variant
-
-
-def plain(found: Found) -> Definition:
-    """The Definition in what :func:`flatten` returns."""
-    return found.definition if isinstance(found, Variant) else found
-
-
-def _unread(found: Found) -> Unread:
-    return found.unread if isinstance(found, Variant) else ()
-
-
 watch(wrap_edited)
 watch(structure_changed)
 _INTERNED: weakref.WeakValueDictionary[Hashable, Definition] = weakref.WeakValueDictionary()
-
-
 _LOCK = threading.Lock()
 
 
-def _interned(key: Hashable, made: Definition) -> Definition:
-    """Return the Definition of this key: ``made``, or that of another thread which was faster."""
-    with _LOCK:  # a WeakValueDictionary does not do it in one step
-        return _INTERNED.setdefault(key, made)
+def _interned(key: Hashable, make: Callable[[], Mapping[str, Any]]) -> Definition:
+    """Return the Definition of this key, for whose other attributes ``make`` is called if there is none."""
+    found = _INTERNED.get(key)
+    if found is None:
+        found = Definition()
+        found.key = key
+        for name, value in make().items():
+            setattr(found, name, value)
+        with _LOCK:  # a WeakValueDictionary does not do it in one step
+            found = _INTERNED.setdefault(key, found)  # another thread may have been faster
+    return found
 
 
 class Node(NamedTuple):
@@ -170,32 +164,39 @@ _ELSEWHERE = -1
 
 
 class Cache:
-    """The cached result of the last walk below a Module, and the epochs for which it is valid."""
+    """All that is computed of the tree below a Module, and for which structure and which values of Weights it is valid.
+
+    Attributes:
+        structure: ``EPOCH.structure`` for which this is valid; at another, the Module gets a new Cache.
+        treedef, definition: what JAX compares.
+        weights: for each leaf, the Weight or StackedWeight that has it.
+        sliced: whether leaves are slices of stacks, which are kept as StackSlices and sliced on demand.
+        changeable, lists: what can change without an assignment to a Module; ``watches``: whether there is any.
+        values: ``EPOCH.values`` for which ``leaves`` and ``traced`` (whether one is traced) are valid.
+        table: what :meth:`owned` returns, and ``names``: what :func:`names_below` returns, once it is wanted.
+    """
 
     __slots__ = (
-        "structure", "definition", "treedef", "weights", "sliced", "values", "leaves", "table",
-        "lists", "changeable", "watches", "__weakref__", "traced",
+        "structure", "treedef", "definition", "weights", "sliced", "changeable", "lists", "watches",
+        "values", "leaves", "traced", "table", "names", "__weakref__",
     )  # fmt: skip
 
     def __init__(
         self,
         structure: int,
-        definition: Definition,
+        treedef: Variant,
         weights: tuple[Any, ...],
-        unread: Unread = (),
         changeable: tuple[Changeable, ...] = (),
         lists: AssignedLists | None = None,
         sliced: bool = False,
     ):
-        self.structure, self.definition, self.weights = structure, definition, weights
-        # What can change without an assignment to a Module, and whether there is anything.
+        self.structure, self.treedef, self.definition = structure, treedef, treedef.definition
+        self.weights, self.sliced = weights, sliced
         self.changeable, self.lists = changeable, lists
         self.watches = bool(changeable) or lists is not None
-        self.treedef = Variant(definition, unread) if unread else definition
-        # Whether leaves are slices of stacks, which are kept as StackSlices and sliced on demand.
-        self.sliced = sliced
-        self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.values, self.leaves, self.traced = -1, (), False
+        self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
+        self.names: dict[bool, ModuleNames] = {}
 
     def is_outdated(self) -> bool:
         """Whether the structure below the Module has changed.
@@ -218,7 +219,7 @@ class Cache:
         note_leaf_cache(self)
         return leaves
 
-    def names(self, root: Any) -> tuple[dict[str, Weight], dict[str, str]]:
+    def owned(self, root: Any) -> tuple[dict[str, Weight], dict[str, str]]:
         """The weights by their state-dict names, and the other names of tied weights."""
         if self.table is None:
             leaves: Any = zip(
@@ -255,39 +256,32 @@ def define(root: Any) -> Cache:
     weights = tuple(weight for _, weight, _ in leaves)
     names = tuple(name for name, _, _ in leaves)
     owned = tuple(flag for _, _, flag in leaves)
-    key = (
-        token(),
-        code({node.kind for node in nodes}),
-        nodes,
-        names,
-        owned,
-        tuple(w.spec for w in weights),
-    )
     marks = tuple(m._mx_marks for m in walk.modules)
-    marks = marks if any(marks) else ()
-    key = (*key, marks) if marks else key
-    definition = _INTERNED.get(key)
-    if definition is None:
-        definition = Definition()
-        definition.key, definition.nodes, definition.names = key, nodes, names
-        definition.owned, definition.aliases = owned, aliases
-        definition.weights = tuple(w.like(None) for w in weights)
-        definition.stacked, definition.marks = walk.stacked, marks
-        definition.changeable = bool(changeable)
-        definition.shards = tuple(
-            {a: shard.of(None) for a, shard in m._mx_shards.items() if hasattr(shard, "host")}
-            for m in walk.modules
-        )
+    specs = tuple(w.spec for w in weights)
+    code_ = code({node.kind for node in nodes})
+    key = (token(), code_, nodes, names, owned, specs, marks if any(marks) else ())
+
+    def make() -> dict[str, Any]:
         memo: dict[int, Any] = {}
-        definition.statics = tuple(
-            {attr: unshared(vars(module)[attr], memo) for attr, _ in node.statics}
-            for module, node in zip(walk.modules, nodes, strict=True)
-        )
-        definition = _interned(key, definition)
+        return {
+            "nodes": nodes, "names": names, "owned": owned, "aliases": aliases, "marks": key[-1],
+            "weights": tuple(w.like(None) for w in weights),
+            "stacked": walk.stacked,
+            "changeable": bool(changeable),
+            "shards": tuple(
+                {a: shard.of(None) for a, shard in m._mx_shards.items() if hasattr(shard, "host")}
+                for m in walk.modules
+            ),
+            "statics": tuple(
+                {attr: unshared(vars(module)[attr], memo) for attr, _ in node.statics}
+                for module, node in zip(walk.modules, nodes, strict=True)
+            ),
+        }  # fmt: skip
+
+    treedef = Variant(_interned(key, make), _unread_of(walk.modules))
     sliced = any(weight.home is not None for weight in weights)
     lists = AssignedLists(walk.modules)
-    unread = _unread_of(walk.modules)
-    return Cache(epoch, definition, weights, unread, changeable, lists or None, sliced)
+    return Cache(epoch, treedef, weights, changeable, lists or None, sliced)
 
 
 def _unread_of(modules: list[Any]) -> Unread:
@@ -374,108 +368,108 @@ def marked(root: Any, plan: Hashable, name: str) -> Any:
         plan: plan that observes the Modules.
         name: full name of the Module for the plan; the names of Modules below start with it.
     """
-    leaves, found = flatten(root)
-    definition = plain(found)
     start = f"{name}." if name else ""
-    marks = tuple(
-        (*module._mx_marks, (plan, of_first_layer(f"{start}{prefix}".rstrip("."))))
-        for module, prefix in zip(*_named(root), strict=True)
-    )
-    key = (*(definition.key[:-1] if definition.marks else definition.key), marks)
-    made = _INTERNED.get(key)
-    if made is None:
-        made = Definition()
-        for slot in Definition.__slots__:
-            if slot not in ("key", "marks", "__weakref__"):
-                setattr(made, slot, getattr(definition, slot))
-        made.key, made.marks = key, marks
-        made = _interned(key, made)
-    return unflatten(Variant(made, _unread(found)), leaves)
-
-
-def _named(root: Any) -> tuple[list[Any], list[str]]:
-    walk = Walk(root, stacked=True)
-    return walk.modules, walk.prefixes
+    mark = lambda prefix: (plan, of_first_layer(f"{start}{prefix}".rstrip(".")))
+    return _remarked(root, lambda marks, prefix: (*marks, mark(prefix)))
 
 
 def unmarked(tree: Any, plan: Hashable) -> Any:
     """A copy of the tree in which no Module is marked as observed by a plan."""
-
-    def unobserved(value: Any) -> Any:
-        if not getattr(value, "_mx_marks", ()):
-            return value
-        leaves, found = flatten(value)
-        modules = _named(value)[0]
-        copy = unflatten(found, leaves)
-        for module, one in zip(modules, _named(copy)[0], strict=True):
-            vars(one)["_mx_marks"] = tuple(mark for mark in module._mx_marks if mark[0] != plan)
-        vars(copy)["_mx_cache"] = None
-        return copy
-
+    others = lambda marks, prefix: tuple(mark for mark in marks if mark[0] != plan)
+    unobserved = lambda value: (
+        _remarked(value, others) if getattr(value, "_mx_marks", ()) else value
+    )
     return jax.tree.map(unobserved, tree, is_leaf=lambda value: hasattr(value, "_mx_marks"))
 
 
-def unflatten(found: Found, leaves: Iterator[Any] | Any) -> Any:
+def _remarked(root: Any, change: Callable[[tuple[Any, ...], str], tuple[Any, ...]]) -> Any:
+    """A copy of a Module with other marks, which ``change`` makes of those of each Module and its prefix."""
+    leaves, found = flatten(root)
+    old, walk = found.definition, Walk(root, stacked=True)
+    pairs = zip(walk.modules, walk.prefixes, strict=True)
+    marks = tuple(change(module._mx_marks, prefix) for module, prefix in pairs)
+    marks = marks if any(marks) else ()
+    slots = [slot for slot in Definition.__slots__ if slot not in ("key", "marks", "__weakref__")]
+    make = lambda: {**{slot: getattr(old, slot) for slot in slots}, "marks": marks}
+    return unflatten(Variant(_interned((*old.key[:-1], marks), make), found.unread), leaves)
+
+
+def unflatten(treedef: Variant, leaves: Iterator[Any] | Any) -> Any:
     """A new tree of Modules around ``leaves``, which may be any objects and are not inspected."""
-    definition, unread = plain(found), _unread(found)
-    memo: dict[int, Any] = {}
+    definition = treedef.definition
     holders = tuple(
         w.like(leaf, name)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
     )
-    modules = [object.__new__(node.kind) for node in definition.nodes]
-    for number, (module, node, statics) in enumerate(
-        zip(modules, definition.nodes, definition.statics, strict=True)
-    ):
-        by_local = {
-            local: holders[i] if place is None else holders[i].view(place)
-            for _, local, i, _, place in node.weights
-        }
-        by_attr = {attr: modules[i] for attr, i in node.children}
-        if definition.changeable:
-            statics = {attr: unshared(value, memo) for attr, value in statics.items()}
-        module.__dict__.update(
-            statics,
-            _mx_weights=by_local,
-            _mx_locals={attr: local for attr, local, _, _, _ in node.weights},
-            _mx_children=by_attr,
-            _mx_shared={attr for attr, _, _, shared, _ in node.weights if shared},
-            _mx_statics=dict(node.statics),
-            _mx_cache=None,
-            **by_attr,
+    memo: dict[int, Any] = {}
+    statics = []
+    for i, (node, values) in enumerate(zip(definition.nodes, definition.statics, strict=True)):
+        copies = (
+            {a: unshared(v, memo) for a, v in values.items()} if definition.changeable else values
         )
-        module.__dict__.update({attr: by_local[local] for attr, local, _, _, _ in node.weights})
-        for attr, (value, key) in (unread[number] if unread else {}).items():
-            module.__dict__[attr], module.__dict__["_mx_statics"][attr] = value, key
+        own = {attr: (copies[attr], key) for attr, key in node.statics}
+        statics.append({**own, **treedef.unread[i]} if treedef.unread else own)
+    modules = build(definition, holders, statics)
+    changeable = Changeable.below(modules) if definition.changeable else ()
+    vars(modules[0])["_mx_cache"] = Cache(EPOCH.structure, treedef, holders, changeable)
+    return modules[0]
+
+
+def build(
+    definition: Definition,
+    holders: Sequence[Any],
+    statics: Sequence[Mapping[str, tuple[Any, Hashable]]],
+    given: Mapping[int, Any] = MappingProxyType({}),
+) -> list[Any]:
+    """The Modules of a Definition, in walk order.
+
+    Args:
+        holders: for each leaf, the Weight or StackedWeight that has it.
+        statics: for each node, the values and keys of its static attributes.
+        given: by the index of a node, a Module that is taken as it is.
+    """
+    nodes = definition.nodes
+    modules = [given[i] if i in given else object.__new__(n.kind) for i, n in enumerate(nodes)]
+    weight = lambda leaf, place: holders[leaf] if place is None else holders[leaf].view(place)
+    for number, (module, node) in enumerate(zip(modules, nodes, strict=True)):
+        if number in given:
+            continue
+        weights = {local: weight(leaf, place) for _, local, leaf, _, place in node.weights}
+        children = {attr: modules[i] for attr, i in node.children}
+        templates = definition.shards[number]
+        shards = {
+            attr: holders[leaf] if what == -1 else templates[attr].of(weight(leaf, place))
+            for attr, leaf, place, what in node.shards
+        }
+        state = vars(module)
+        state.update(
+            {attr: value for attr, (value, _) in statics[number].items()},
+            _mx_weights=weights,
+            _mx_locals={attr: local for attr, local, *_ in node.weights},
+            _mx_children=children,
+            _mx_shared={attr for attr, _, _, shared, _ in node.weights if shared},
+            _mx_statics={attr: key for attr, (_, key) in statics[number].items()},
+            _mx_cache=None,
+            **children,
+            **shards,
+        )
+        state.update({attr: weights[local] for attr, local, *_ in node.weights})
+        if shards:
+            state["_mx_shards"] = shards
         if definition.marks:
-            module.__dict__["_mx_marks"] = definition.marks[number]
+            state["_mx_marks"] = definition.marks[number]
         if node.in_stack:
-            module.__dict__["_mx_in_stack"] = True
+            state["_mx_in_stack"] = True
         if node.source is not None:
-            module.__dict__["_mx_source"] = (
-                None if node.source == _ELSEWHERE else modules[node.source]
-            )
+            state["_mx_source"] = None if node.source == _ELSEWHERE else modules[node.source]
         if node.kind._mx_is_stack:
-            module.__dict__["_mx_stacks"] = tuple(
-                holders[i] if start is None else holders[i].part(start) for i, start in node.stacks
+            state["_mx_stacks"] = tuple(
+                holders[leaf] if start is None else holders[leaf].part(start)
+                for leaf, start in node.stacks
             )
             if node.elsewhere:
-                module.__dict__["_mx_elsewhere"] = {
-                    (i, path): modules[k] for i, path, k in node.elsewhere
-                }
-    for module, node, shards in zip(modules, definition.nodes, definition.shards, strict=True):
-        if node.shards:
-            made = {
-                attr: holders[i] if what == -1
-                else shards[attr].of(holders[i] if place is None else holders[i].view(place))
-                for attr, i, place, what in node.shards
-            }  # fmt: skip
-            module.__dict__.update(made, _mx_shards=made)
-    changeable = Changeable.below(modules) if definition.changeable else ()
-    modules[0].__dict__["_mx_cache"] = Cache(
-        EPOCH.structure, definition, holders, unread, changeable
-    )
-    return modules[0]
+                state["_mx_elsewhere"] = {(i, path): modules[k] for i, path, k in node.elsewhere}
+    return modules
 
 
 def cache_of(module: Any) -> Cache:
@@ -490,7 +484,7 @@ def cache_of(module: Any) -> Cache:
     return cache
 
 
-def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
+def flatten(module: Any) -> tuple[tuple[Any, ...], Variant]:
     # Every jitted call runs this at dispatch: it is a few look-ups if nothing has changed.
     # Leaves are read before the epoch, because other threads advance the epoch before they release leaves.
     cache = module._mx_cache
@@ -503,9 +497,10 @@ def flatten(module: Any) -> tuple[tuple[Any, ...], Found]:
         leaves = tuple(map(leaf_for_jax, cache.weights))
     if cache.sliced:
         leaves = tuple(map(_array, leaves))
-    if KIND.now != ARRAYS:
-        return leaves, Variant(cache.definition, _unread(cache.treedef), KIND.now)
-    return leaves, cache.treedef
+    treedef = cache.treedef
+    if treedef.kind != KIND.now:
+        treedef = cache.treedef = Variant(treedef.definition, treedef.unread, KIND.now)
+    return leaves, treedef
 
 
 def is_traced(module: Any, args: tuple, kwargs: dict) -> bool:
@@ -528,7 +523,7 @@ def weight_values(module: Any) -> list[Any]:
     return list(map(stack_of, leaves if cache.values == EPOCH.values else cache.refresh()))
 
 
-def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Found]:
-    leaves, definition = flatten(module)
-    keys = map(jax.tree_util.GetAttrKey, cache_of(module).definition.names)
-    return list(zip(keys, leaves, strict=True)), definition
+def flatten_with_keys(module: Any) -> tuple[list[tuple[Any, Any]], Variant]:
+    leaves, treedef = flatten(module)
+    keys = map(jax.tree_util.GetAttrKey, treedef.definition.names)
+    return list(zip(keys, leaves, strict=True)), treedef

@@ -21,7 +21,7 @@ from ...errors import UserInputError
 from ...graph import compile_cache
 from ...graph.kind import is_tensor_value
 from ...graph.tensor_type import TensorType
-from ...graph.weight.epoch import structure_changed
+from ...graph.weight.epoch import EPOCH, structure_changed
 from ...graph.weight.running import RUNNING
 from ...graph.weight.weight import Weight
 from ...kernels.stack_slice import StackSlice
@@ -34,7 +34,7 @@ from .hooks import Layer
 from .rows import OfModule
 from .state import StateDict
 from .static import Live, freeze, unread_fields, unshared
-from .walk import Walk
+from .walk import ModuleNames, Walk
 from .watched import AssignedList
 
 # MAX's graph language, which trace, compile and build_subgraph import on first use.
@@ -538,10 +538,15 @@ class Module(OfModule, Layer, StateDict, ABC):
         return cache.definition, cache.weights
 
     def _mx_names(self) -> tuple[dict[str, Weight], dict[str, str]]:
-        return cache_of(self).names(self)
+        return cache_of(self).owned(self)
 
-    def _mx_names_below(self) -> call_stack.ModuleNames:
-        return call_stack.ModuleNames(self)
+    def _mx_names_below(self, stacked: bool = False) -> ModuleNames:
+        cache = self._mx_cache
+        if cache is None or cache.structure != EPOCH.structure:
+            cache = cache_of(self)
+        if stacked not in cache.names:
+            cache.names[stacked] = ModuleNames(Walk(self, stacked=stacked))
+        return cache.names[stacked]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Module:
         # Functions are shared, as by jax.tree.map: a copied one would change the treedef.

@@ -54,7 +54,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
         raise UserInputError(
             f"maxjax.replace takes a mapping from names to arrays, not {type(values).__name__}"
         )
-    leaves, found = flatten(model)
+    leaves, treedef = flatten(model)
     cache = cache_of(model)
     walk = Walk(model, stacked=True)
     index = {id(holder): i for i, holder in enumerate(cache.weights)}
@@ -88,7 +88,7 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     result = list(leaves)
     for i, at in new.items():
         result[i] = _put(cache.weights[i], leaves[i], at)
-    return unflatten(found, result)
+    return unflatten(treedef, result)
 
 
 def _unknown(name: Any, names: list[str], count: int) -> str:

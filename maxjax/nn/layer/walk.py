@@ -227,6 +227,25 @@ class Walk:
         return index, leaves, aliases
 
 
+class ModuleNames:
+    """The names that a walk has found, to look up. It holds no Module: ids are those of what is in the tree.
+
+    Attributes:
+        prefixes: map from id(Module) to its prefix, in walk order.
+        weights: map from full name to Weight.
+        names: map from id(Weight) to its first full name.
+        stacks: ids of the StackedWeights.
+    """
+
+    __slots__ = ("prefixes", "weights", "names", "stacks")
+
+    def __init__(self, walk: Walk):
+        self.prefixes = {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
+        self.weights = {name: weight for name, _, weight, _ in walk.places}
+        self.names = {id(weight): name for name, _, weight, _ in reversed(walk.places)}
+        self.stacks = walk.stacks
+
+
 def host_of(shard: Any) -> Weight:
     """The Weight of which this is a shard; the shard itself if it has no such Weight after a rebuild."""
     return getattr(shard, "host", shard)

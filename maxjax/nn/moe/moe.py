@@ -27,7 +27,7 @@ from ...graph.placement.strategy import ShardingStrategy
 from ...kernels import explicit, matmul
 from ..activation import GatedActivation
 from ..layer import LayerList, Module
-from ..layer.definition import unflatten
+from ..layer.definition import Variant, unflatten
 from ..layer.sharded import sharded
 from ..linear import MLP, Linear, gated, mlp_rules
 from .algorithms import ExpertWeights, Kind, between, one_by_one
@@ -320,7 +320,7 @@ class MoE(Module):
         weights = [as_array(w) for e in shared if fused for w in _weights(e)]
 
         def local(gate: Any, x: Any, stacked: Any, weights: Any) -> jax.Array:
-            chosen, shares = unflatten(definition, gate)(x)
+            chosen, shares = unflatten(Variant(definition), gate)(x)
             y = mixture(x, chosen, shares.astype(jnp.float32), stacked, self._kind)
             if fused:
                 kind = shared[0].activation_function

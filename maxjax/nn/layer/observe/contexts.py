@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ....errors import some
-from ....graph.weight.epoch import EPOCH
-from ....graph.weight.running import RUNNING
-from ..call_stack import ModuleNames
+from ....graph.weight.running import RUNNING, names_below
 from ..walk import check_module
 from .captures import ByName, CaptureKeyError, Captures
 from .frames import enter, leave, trace
@@ -38,24 +36,21 @@ class Observer:
         check_module(model, caller)
         self._plan, self._values = plan_of(model, caller, patterns)
         self._model: Any = weakref.ref(model)
-        self._names: ModuleNames | None = None  # in the block
-        self._trace: Any = None
+        self._trace: Any = None  # the trace of the block, while it runs
         self.checked: set[Any] = set()  # keys of calls whose patches fit
         self.missed = 0  # calls that ran under a transformation
 
     def __enter__(self) -> Any:
-        model = self._model and self._model()
-        self._names, self._trace = None if model is None else ModuleNames(model), trace()
+        self._trace = trace()
         enter(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         leave(self)
-        # The captured values may outlive the model: a variable in a notebook must not keep its weights alive.
-        self._names, self._trace, self.checked = None, None, set()
+        self._trace, self.checked = None, set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": None, "_names": None, "_trace": None, "checked": set()}
+        return {**vars(self), "_model": None, "_trace": None, "checked": set()}
 
     def observes(self, module: Any) -> bool:
         """Return whether the call of a Module that is about to start is observed."""
@@ -69,11 +64,8 @@ class Observer:
         return True
 
     def _name_of(self, module: Any) -> str | None:
-        if self._names is None:
-            return None
-        if self._names.structure != EPOCH.structure:
-            self._names = ModuleNames(self._names.root)
-        prefix = self._names.prefixes.get(id(module))
+        model = None if self._trace is None or self._model is None else self._model()
+        prefix = None if model is None else names_below(model).prefixes.get(id(module))
         return None if prefix is None else prefix.rstrip(".")
 
     def plan(self, module: Any, level: int) -> tuple[ObserverPlan, tuple[Any, ...]]:

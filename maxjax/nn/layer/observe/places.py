@@ -7,17 +7,15 @@ number of parts, and optionally a site after a colon: ``layers.*.self_attn:weigh
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ....errors import UserInputError, closest, some
-from ..walk import Walk
+from ....graph.weight.running import names_below
 
 Place = tuple[str, str]
 OUTPUT, INPUT, INPUTS = SITES = ("output", "input", "inputs")
 
-_NAMES: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _TOKEN = re.compile(
     r"(?P<parts>(?<![^.])\*\*\.)|(?P<rest>(?<![^.])\*\*$)|(?P<any>\*+)|(?P<one>\?)"
     r"|(?P<none_of>\[![^\].]*\])|(?P<one_of>\[[^\].]*\])|(?P<text>.)",
@@ -107,7 +105,8 @@ def places(model: Any, pattern: Any, caller: str) -> tuple[Place, ...]:
         UserInputError: the pattern matches no Module (the message suggests the nearest name), or its site is invalid.
     """
     name, site = split(pattern)
-    names = _names_of(model)
+    prefixes = names_below(model).prefixes.values()
+    names = sorted({prefix.rstrip(".") for prefix in prefixes}, key=natural)
     found = match(name, names)
     if not found:
         raise UserInputError(
@@ -119,16 +118,6 @@ def places(model: Any, pattern: Any, caller: str) -> tuple[Place, ...]:
             "that the module gives to a value, such as weights"
         )
     return tuple((one, site) for one in found)
-
-
-def _names_of(model: Any) -> tuple[str, ...]:
-    """Return the full names of a Module ("") and of all Modules below it, with each layer of a stack separately."""
-    definition = model._mx_definition()[0]
-    found = _NAMES.get(definition)
-    if found is None:
-        names = dict.fromkeys(prefix.rstrip(".") for prefix in Walk(model).prefixes)
-        found = _NAMES[definition] = tuple(sorted(names, key=natural))
-    return found
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

@@ -19,10 +19,11 @@ from ....graph.weight.stacked import StackedWeight
 from ....graph.weight.weight import Weight, outside_traces
 from .. import hooks
 from ..call_stack import run
+from ..definition import build
 from ..layer_list import LayerList, in_turn
 from ..module import Module
 from ..observe.frames import marks_of
-from ..walk import Walk, source_of
+from ..walk import Walk
 from .per_layer import PerLayer, StackPattern, definition_of, pattern_of
 from .scanning import ScanOptions, loop, policy, scan
 
@@ -345,43 +346,29 @@ def _replica(
         at: index of the layer, its index in the stack, and the axis of layers in the arrays.
     """
     number, place, axis = at
+    definition, holders = layer._mx_definition()
     walk = Walk(layer, stacked=True)
-    own: list[tuple[Module, Module]] = []
-    made: dict[int, Module] = {}
-    for module, path in zip(walk.modules, walk.paths, strict=True):
-        new = elsewhere.get((number, path)) if module._mx_in_stack else module
-        if new is None:
-            new = object.__new__(type(module))
-            own.append((module, new))
-        made[id(module)] = new
+    given = {}
+    for i, (module, path) in enumerate(zip(walk.modules, walk.paths, strict=True)):
+        other = elsewhere.get((number, path)) if module._mx_in_stack else module
+        if other is not None:
+            given[i] = other
 
-    def moved(home: tuple[StackedWeight, int]) -> int:
-        """The index, for the layer at ``place``, of the Weight that has this home in the first layer."""
-        return home[1] + place * math.prod(home[0].spec.lead[axis + 1 :])
+    def at_place(holder: Weight) -> Weight:
+        """The Weight, or the stack of an inner layer, that the layer at ``place`` has instead of the first layer's."""
+        if holder.home is None:
+            return holder
+        stack, first = holder.home
+        start = first + place * math.prod(stack.spec.lead[axis + 1 :])
+        return stack.part(start) if isinstance(holder, StackedWeight) else stack.view(start)
 
-    def at_place(weight: Weight) -> Weight:
-        home = weight.home
-        return weight if home is None else home[0].view(moved(home))
-
-    def shard_at_place(shard: Any) -> Any:
-        return shard.of(at_place(shard.host)) if hasattr(shard, "host") else shard
-
-    for module, new in own:
-        weights = {local: at_place(weight) for local, weight in module._mx_weights.items()}
-        children = {attr: made[id(child)] for attr, child in module._mx_children.items()}
-        shards = {attr: shard_at_place(shard) for attr, shard in module._mx_shards.items()}
-        vars(new).update(
-            {name: vars(module)[name] for name in module._mx_statics},
-            _mx_weights=weights, _mx_locals=dict(module._mx_locals), _mx_children=children,
-            _mx_shared=set(module._mx_shared), _mx_statics=dict(module._mx_statics), _mx_cache=None,
-            _mx_in_stack=True, _mx_marks=marks_of(layer, module, number), **children, **shards,
-            **{attr: weights[local] for attr, local in module._mx_locals.items()},
-        )  # fmt: skip
-        if shards:
-            vars(new)["_mx_shards"] = shards
-        if "_mx_source" in vars(module):
-            vars(new)["_mx_source"] = made.get(id(source_of(module)))
-        if module._mx_stacks:
-            homes = [stack.home for stack in module._mx_stacks]
-            vars(new)["_mx_stacks"] = tuple(home[0].part(moved(home)) for home in homes)
-    return made[id(layer)]
+    statics = [
+        {name: (vars(module)[name], key) for name, key in module._mx_statics.items()}
+        for module in walk.modules
+    ]
+    made = build(definition, [at_place(holder) for holder in holders], statics, given)
+    for i, (module, new) in enumerate(zip(walk.modules, made, strict=True)):
+        if i not in given:
+            marks = marks_of(layer, module, number)
+            vars(new).update(_mx_in_stack=True, _mx_marks=marks)
+    return made[0]

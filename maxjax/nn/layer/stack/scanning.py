@@ -20,7 +20,7 @@ from ....graph.kind import KIND, as_array
 from ....graph.weight.weight import Weight
 from ....kernels import StackSlice, explicit
 from ....kernels.operation import varying_with
-from ..definition import Definition, unflatten
+from ..definition import Definition, Variant, unflatten
 from ..observe import loops
 from ..observe.patches import unwrapped
 from ..observe.plans import ObserverPlan, Taps, joined
@@ -121,7 +121,7 @@ def _present(tree: Any) -> Any:
         if not hasattr(value, "_mx_definition"):
             return value
         definition, holders = value._mx_definition()
-        return unflatten(definition, [holder.array() for holder in holders])
+        return unflatten(Variant(definition), [holder.array() for holder in holders])
 
     return jax.tree.map(
         present, tree, is_leaf=lambda v: isinstance(v, Weight) or hasattr(v, "_mx_definition")
@@ -170,7 +170,7 @@ def _loop(
 ) -> Any:  # fmt: skip
     """Runs the layers; returns the last carry, the outputs, and the values that observers have recorded."""
     plan, layout = static.plan, static.plan.layout
-    stack = unflatten(static.definition, arrays)
+    stack = unflatten(Variant(static.definition), arrays)
     plans = loops.active_plans(stack, patches)
     # Inside shard_map, the carry must vary over the mesh axes of xs and operands; over those of weights, layers sum.
     carry = varying_with(carry, xs, dynamic)
@@ -281,7 +281,7 @@ def _step(
     shared: Mapping[str, Any], plan: ScanOptions, plans: Mapping[ObserverPlan, Any],
     body: _Body, leaves: Any, i: Any, carry: Any, x: Any,
 ) -> Any:  # fmt: skip
-    layer = unflatten(body.definition, leaves)
+    layer = unflatten(Variant(body.definition), leaves)
     if not plans:
         return *_call(layer, shared, plan, i, carry, x), {}
     with loops.frame_of_layer(layer, plans, body.members, i) as frame:
