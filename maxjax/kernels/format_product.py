@@ -6,8 +6,6 @@ after the activations are computed, and not kept after the matmul.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import ArrayMapping
 
-from . import explicit, product
+from . import product
 from .formats import QuantLayout
 from .gpu import format_product as triton
 from .gpu.triton import unavailable
@@ -51,7 +48,7 @@ def format_product(
     The whole weight is dequantised for derivatives, again in the backward pass.
     """
     operands = [x, *(tensors[one.name] for one in layout.tensors), layer]
-    return _operation(layout)(operands, FormatOperand(layout, np.dtype(dtype)))[0]
+    return _OPERATION(operands, FormatOperand(layout, np.dtype(dtype)))[0]
 
 
 def _named(layout: QuantLayout, tensors: Sequence[Any]) -> dict[str, Any]:
@@ -108,71 +105,11 @@ def _types(static: FormatOperand, x: Any, *rest: Any) -> list[Any]:
     return [x.update(shape=shape, dtype=static.dtype, weak_type=False)]
 
 
-def _along(layout: QuantLayout, along: int, tensors: Sequence[Sequence[Any]]) -> list[Any]:
-    """The entries of the tensors' axes that run along an axis of the weight; those of leading axes are ignored."""
-    return [
-        entry
-        for one, own in zip(layout.tensors, tensors, strict=True)
-        for axis, entry in zip(one.axes, own[len(own) - len(one.axes) :], strict=True)
-        if axis == along
-    ]
-
-
-def _as_weight(layout: QuantLayout, tensors: Sequence[Sequence[explicit.Entry]]) -> Any:
-    """The mesh axes over which the tensors split the weight ``[out, in]``."""
-    return [next(filter(None, _along(layout, along, tensors)), ()) for along in (0, 1)]
-
-
-def _shardings(layout: QuantLayout, specs: Sequence[Sequence[explicit.Entry]]) -> Any:
-    x, *tensors, _ = specs
-    if not _along(layout, 1, tensors):  # blocks of flattened weights are in no axis
-        x = [*x[:-1], ()]
-    (x, weight, _), results, depth = product.shardings([x, _as_weight(layout, tensors), []])
-    own = [
-        [*[()] * (len(spec) - len(one.axes)), *(() if a is None else weight[a] for a in one.axes)]
-        for one, spec in zip(layout.tensors, tensors, strict=True)
-    ]
-    return [x, *own, []], results, depth
-
-
-def _lengths(
-    layout: QuantLayout, static: Any, shapes: Sequence[Sequence[int]]
-) -> list[Sequence[int]]:
-    """The shapes with the weight's axes counted in the largest units that no device may share: words, blocks."""
-    x, *tensors, layer = shapes
-    units = [math.gcd(*_along(layout, along, tensors)) for along in (0, 1)]
-    own = [
-        [*spec[: len(spec) - len(one.axes)], *(1 if a is None else units[a] for a in one.axes)]
-        for one, spec in zip(layout.tensors, tensors, strict=True)
-    ]
-    return [[*x[:-1], math.gcd(x[-1], units[1])], *own, layer]
-
-
-def _rule(layout: QuantLayout, ranks: Sequence[int]) -> Any:
-    tokens = [f"t{i}" for i in range(ranks[0] - 1)]
-
-    def name(i: int, axis: int, along: int | None, size: int) -> str:
-        # Only axes of the same length may have the same name.
-        named = {0: "o", 1: "k"}.get(-1 if along is None else along, "")
-        return named if named and size == layout.shape[along or 0] else f"a{i}_{axis}"
-
-    tensors = []
-    for i, (one, rank) in enumerate(zip(layout.tensors, ranks[1:-1], strict=True)):
-        lead = [f"l{i}"][: rank - len(one.axes)]
-        each = enumerate(zip(one.axes, one.shape, strict=True))
-        tensors.append(ArrayMapping(*lead, *(name(i, d, along, n) for d, (along, n) in each)))
-    return (ArrayMapping(*tokens, "k"), *tensors, ArrayMapping()), (ArrayMapping(*tokens, "o"),)
-
-
-@functools.cache
-def _operation(layout: QuantLayout) -> Operation:
-    return Operation(
-        "maxjax_format_matmul", _types, _definition, {"cuda": _on_cuda},
-        partial(_rule, layout), partial(_shardings, layout), product.batch,
-        # Sums of several GPUs are rounded to the result's dtype before they are added up, as in other matmuls.
-        lengths=partial(_lengths, layout),
-        forms={"cpu": _on_cpu},
-    )  # fmt: skip
+# Layers call it inside ``shard_map``, which says how the tensors of a weight are split together.
+_OPERATION = Operation(
+    "maxjax_format_matmul", _types, _definition, {"cuda": _on_cuda}, None, None, product.batch,
+    forms={"cpu": _on_cpu},
+)  # fmt: skip
 
 
 # -- blocks of rows with several weights
@@ -210,7 +147,6 @@ def _blocks_on_cuda(static: FormatOperand, x: jax.Array, *rest: Any) -> list[jax
     return [triton.kernel(static.layout, static.dtype, x, named, owner)]
 
 
-# On a mesh it is called inside ``shard_map``: experts stay on their devices.
 _BLOCKS = Operation(
     "maxjax_format_block_matmul", _types, _block_definition, {"cuda": _blocks_on_cuda}, None, None
 )

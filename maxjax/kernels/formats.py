@@ -8,6 +8,7 @@ weight, and has the format and settings to compute the weight from them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -490,6 +491,19 @@ class QuantLayout:
         out, inner = sizes
         return dataclasses.replace(self, out_dim=out, in_dim=inner, tensors=tuple(parts))
 
+    def divides(self, along: int, parts: int) -> bool:
+        """Whether equal parts along an axis can be dequantised by themselves: no block or word is in two of them.
+
+        Example:
+            >>> layout = QuantLayout("scaled", 256, 192, (), (("block", (128, 128)),))
+            >>> layout.divides(0, 2), layout.divides(1, 2)
+            (True, False)
+        """
+        if parts == 1:
+            return True
+        unit = _unit(self, along)
+        return unit > 0 and self.shape[along] % (parts * unit) == 0
+
     def dequantise(self, tensors: Mapping[str, jax.Array]) -> jax.Array:
         """The weight in float32 ``[out_dim, in_dim]``, from its tensors by name.
 
@@ -517,3 +531,21 @@ class QuantLayout:
                 if along == axis and names:
                     return names
         return ()
+
+
+def _unit(layout: QuantLayout, along: int) -> int:
+    """The least number of rows (or columns) of a weight that share no number in its tensors with others; 0: none."""
+    options = dict(layout.options)
+    words = 32 // options.get("bits", 4)
+    group = math.lcm(options.get("group", 1), words)
+    if layout.format in ("ternary", "mxfp4"):
+        return 0
+    if layout.format == "scaled":
+        return (options.get("block") or (1, 1))[along]
+    if layout.format == "bitsandbytes4":
+        block = options["size"] * max(1, options["nested"])
+        return 0 if along else block // math.gcd(block, layout.in_dim)
+    columns = {"nvfp4": 16, "bitnet": 1, "bitsandbytes8": 1}.get(layout.format, group)
+    # Zero points of several rows are in a word.
+    rows = words if layout.format in ("pack_quantized", "gptq", "awq") else 1
+    return columns if along else rows

@@ -75,7 +75,7 @@ def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if len(weights) > 1 and any(isinstance(w, QuantTensors) for w in weights):
         return [_matmul(x, [w])[0] for w in weights]
     if isinstance(weights[0], QuantTensors):
-        return [_of_format(x, weights[0])]
+        return [format_matmul(x, weights[0])]
     if any(isinstance(w, QuantArray) for w in weights):
         return _in_groups(x, weights)
     dtypes = [_common_dtype(x, w) for w in weights]
@@ -152,25 +152,20 @@ def _quantised(x: jax.Array, weights: Sequence[QuantArray], activations: str) ->
     return _where_they_lie(x, [_flattened(w.blocks) for w in weights], multiply)
 
 
-def _of_format(x: jax.Array, w: QuantTensors) -> jax.Array:
-    """The matmul with a weight of several tensors, in the dtype of ``x`` if that is a float."""
-    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
-    slices = {name: _flattened(a) for name, a in w.tensors.items()}
-    stacks = [to_jax(a.stack if isinstance(a, StackSlice) else a) for a in slices.values()]
-    first = next(iter(slices.values()))
-    layer = jnp.asarray(first.place, jnp.int32) if isinstance(first, StackSlice) else _FIRST
+def format_matmul(x: jax.Array, w: QuantTensors, dtype: Any = None) -> jax.Array:
+    """The matmul with a weight of several tensors, on one device.
 
-    def run(x: Any, layer: Any, *stacks: Any) -> jax.Array:
-        tensors = dict(zip(slices, stacks, strict=True))
-        return format_product(x, w.layout, tensors, layer, dtype)
-
-    entries = {
-        one.name: explicit.entries(stack)[stack.ndim - len(one.axes) :]
-        for one, stack in zip(w.layout.tensors, stacks, strict=True)
-    }
-    split = w.layout.split(0, entries)
-    wanted = [*explicit.entries(x)[:-1], split]
-    return explicit.automatic(run, explicit.mesh_of(x, *stacks), wanted)(x, layer, *stacks)
+    Args:
+        dtype: dtype of the result; by default that of ``x`` if it is a float, otherwise float32.
+    """
+    if dtype is None:
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
+    tensors, layer = {name: _flattened(a) for name, a in w.tensors.items()}, _FIRST
+    slices = [a for a in tensors.values() if isinstance(a, StackSlice)]
+    if len(slices) == len(tensors):
+        tensors, layer = {name: a.stack for name, a in tensors.items()}, slices[0].place
+    arrays = {name: to_jax(a) for name, a in tensors.items()}
+    return format_product(x, w.layout, arrays, jnp.asarray(layer, jnp.int32), dtype)
 
 
 def _has_kernel(x: Any, w: Any) -> bool:

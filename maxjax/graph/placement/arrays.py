@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...driver import memory_stats
 from ...errors import OutOfMemoryError
-from ...kernels import explicit
+from ...kernels import QuantArray, QuantTensors, StackSlice, explicit
 from ..device import DeviceRef
 from .device_major import DeviceMajor
 from .specs import axis_of, held_bytes, names_in, spec_of, split_over
@@ -214,6 +214,54 @@ def mesh_in_trace(mesh: Any) -> Any:
     """The mesh of the surrounding trace, whose axis types may differ, if it has the axes of ``mesh``; else ``mesh``."""
     context = jax.sharding.get_abstract_mesh()
     return context if context.axis_names == mesh.axis_names else mesh
+
+
+def specs_within(w: Any, spec: PartitionSpec) -> Any:
+    """``w`` with PartitionSpecs in place of its leaves.
+
+    Args:
+        w: a weight as an operand of kernels: an array, a StackSlice, a QuantArray or a QuantTensors.
+        spec: how the values of the weight are split.
+    """
+    if isinstance(w, QuantArray):
+        return w.around(specs_within(w.blocks, spec))
+    if isinstance(w, QuantTensors):
+        *lead, rows, columns = [*spec, *[None] * (w.ndim - len(spec))]
+        names = {0: rows, 1: columns, None: None}
+        specs = {
+            one.name: specs_within(
+                w.tensors[one.name], PartitionSpec(*lead, *(names[along] for along in one.axes))
+            )
+            for one in w.layout.tensors
+        }
+        return QuantTensors(w.layout, specs)
+    if isinstance(w, StackSlice):
+        where = PartitionSpec(*(None,) * len(w.indices), *spec)
+        return StackSlice(where, jax.tree.map(lambda _: PartitionSpec(), w.index))
+    return spec
+
+
+def device_sums(
+    y: jax.Array, dtype: Any, summed: Sequence[str] = (), exchanged: Sequence[str] = ()
+) -> jax.Array:
+    """Sums float32 results over devices, inside a ``shard_map``, in float32.
+
+    Accelerators exchange numbers in the dtype of the activations, CPUs in float32.
+
+    Args:
+        dtype: dtype of the activations.
+        summed: mesh axes over which every device gets the sums.
+        exchanged: mesh axes along which each device gets the sums of its own rows.
+    """
+    if not summed and not exchanged:
+        return y
+
+    def run(y: jax.Array) -> jax.Array:
+        y = jax.lax.psum_scatter(y, tuple(exchanged), tiled=True) if exchanged else y
+        return jax.lax.psum(y, tuple(summed)) if summed else y
+
+    narrow = lambda y: run(y.astype(dtype)).astype(jax.numpy.float32)
+    return jax.lax.platform_dependent(y, cpu=run, default=narrow)
 
 
 def is_manual(axis: str) -> bool:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ...dtype import DType
 from ...graph.placement.arrays import is_manual
 from ...graph.placement.mesh import EXPERTS
-from ...graph.placement.specs import mesh_of
+from ...graph.placement.specs import mesh_of, parts_over
 from ...graph.placement.split import COLUMNS, ROWS
 from ...kernels import QuantTensors, explicit
 from ..layer import ExpertStack, Module
@@ -198,7 +198,15 @@ class Experts(ExpertStack):
             return None, None
         if not self.is_stacked and any(tensor.spec.encoding is not None for tensor in tensors):
             return mesh, None
-        return mesh, split_of(experts, mesh)
+        split = split_of(experts, mesh)
+        layouts = [getattr(m, "layout", None) for expert in self._each for m in expert.linears]
+        parts = 1 if split is None else parts_over(mesh, split.inner)
+        is_down = (name == self.names[-1] for _ in self._each for name in self.names)
+        divided = all(
+            layout is None or layout.divides(int(down), parts)
+            for layout, down in zip(layouts, is_down, strict=True)
+        )
+        return mesh, split if divided else None
 
 
 def _add(expert: Any, carry: Any, *, number: Any, chosen: jax.Array, shares: jax.Array) -> Any:

@@ -29,9 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ...graph.placement.arrays import on_mesh
+from ...graph.placement.arrays import device_sums, on_mesh, specs_within
 from ...graph.placement.specs import axis_of, batch_axes, split_over
-from ...kernels import QuantArray, QuantTensors, StackSlice
 from .algorithms import (
     CPU_ROWS,
     GPU_ROWS,
@@ -271,29 +270,9 @@ def mixture_on_mesh(
     biases = [] if found.biases is None else [*each, P(whole)]
     rules = ExpertWeights.of([*each, P(whole, None, inner)], biases)
     is_spec = lambda a: isinstance(a, P)
-    places = jax.tree.map(lambda rule, w: _spec(w, rule), rules, found, is_leaf=is_spec)
+    places = jax.tree.map(lambda rule, w: specs_within(w, rule), rules, found, is_leaf=is_spec)
     wanted = (P(rows), P(rows), P(rows), places)
     return on_mesh(local, mesh, wanted, P(rows))(x, chosen, shares, found)
-
-
-def _spec(w: Any, spec: P) -> Any:
-    """The PartitionSpecs of the leaves of a stacked weight."""
-    if isinstance(w, QuantArray):
-        return w.around(_spec(w.blocks, spec))
-    if isinstance(w, QuantTensors):
-        lead, of_axes = spec[:1], (*spec[1:], None, None)
-        specs = {
-            one.name: _spec(
-                w.tensors[one.name],
-                P(*lead, *(None if a is None else of_axes[a] for a in one.axes)),
-            )
-            for one in w.layout.tensors
-        }
-        return QuantTensors(w.layout, specs)
-    if isinstance(w, StackSlice):
-        where = P(*(None,) * len(w.indices), *spec)
-        return StackSlice(where, jax.tree.map(lambda _: P(), w.index))
-    return spec
 
 
 def local_mixture(
@@ -329,7 +308,7 @@ def local_mixture(
             own = chosen - jax.lax.axis_index(split.whole).astype(chosen.dtype) * many
             chosen = jnp.where((own >= 0) & (own < many), own, many)
         y = mixture(x, chosen, shares, experts, kind, some=bool(split.whole))
-        return _sums(y, x.dtype, summed, exchanged)
+        return device_sums(y, x.dtype, summed, exchanged)
 
     if count <= most:
         return run((x, chosen, shares))
@@ -344,22 +323,6 @@ def local_mixture(
 
     y = jax.lax.map(run, tuple(map(divided, (x, chosen, shares))))
     return y.reshape(parts * size, -1)[:count]
-
-
-def _sums(
-    y: jax.Array, dtype: Any, summed: tuple[str, ...], exchanged: tuple[str, ...]
-) -> jax.Array:
-    """Sums results over devices; along the axes ``exchanged``, each device keeps the sums of its own tokens.
-
-    Accelerators exchange numbers in the dtype of the activations, CPUs in float32.
-    """
-
-    def run(y: jax.Array) -> jax.Array:
-        y = jax.lax.psum_scatter(y, exchanged, tiled=True) if exchanged else y
-        return jax.lax.psum(y, summed) if summed else y
-
-    narrow = lambda y: run(y.astype(dtype)).astype(jnp.float32)
-    return jax.lax.platform_dependent(y, cpu=run, default=narrow)
 
 
 # A tensor of a weight ``[out, in]``, and for each of its axes the axis of the weight that it runs along, or None.

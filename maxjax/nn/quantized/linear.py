@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.kind import on_arrays
-from ...graph.placement.specs import PartOf, names_in, spec_of
+from ...graph.placement.arrays import device_sums, is_manual, on_mesh, specs_within
+from ...graph.placement.specs import (
+    BATCH,
+    PartOf,
+    axis_of,
+    batch_axes,
+    mesh_of,
+    names_in,
+    parts_over,
+    spec_of,
+    split_over,
+)
 from ...graph.weight.weight import Weight
 from ...kernels import QuantTensors, explicit, matmul
 from ...kernels.formats import QuantLayout
+from ...kernels.matmul import format_matmul
+from ...kernels.operation import has_static_shapes
 from ..low_rank import LowRank
 from ..product import add_bias
 from .forms import Bits
@@ -87,8 +101,39 @@ class QuantizedLinear(LowRank):
             ValueError: the last axis of ``x`` is not ``in_dim`` long.
         """
         array = jnp.asarray(x)
-        y = matmul(self.layout.rounded(array), self.operand())
+        y = self._product(self.layout.rounded(array))
         return add_bias(self.updated(y, array), self.bias)
+
+    def _product(self, x: jax.Array) -> jax.Array:
+        w = self.operand()
+        mesh, rows, split = self._where()
+        run: Any = matmul
+        if split is not None and x.ndim and has_static_shapes(x):
+            run = partial(_on_parts, mesh=mesh, split=split)
+        wanted = [*explicit.entries(x)[:-1], rows]
+        return explicit.automatic(run, explicit.mesh_of(x, *jax.tree.leaves(w)), wanted)(x, w)
+
+    def _where(self) -> tuple[Any, tuple[str, ...], _Split | None]:
+        """The mesh of the weight, if there is one, the axes that split its rows, and how tensors are split over it.
+
+        The last is None without a mesh, and if devices cannot dequantise their parts by themselves.
+        """
+        layout = self.layout
+        weights = {one: getattr(self, one.attribute) for one in layout.tensors}
+        mesh = mesh_of([weight.sharding for weight in weights.values()])
+        if mesh is None or mesh.size == 1 or any(map(is_manual, mesh.axis_names)):
+            return None, (), None
+        fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
+        found: list[set[tuple[str, ...]]] = [set(), set()]
+        for one, weight in weights.items():
+            for axis, along in enumerate(() if one.is_whole else one.axes):
+                if along is not None:
+                    names = split_over(weight, axis)
+                    found[along].add(tuple(name for name in names if name != fsdp))
+        split = _Split(*(next(iter(names), ()) for names in found))
+        alike = all(len(names) <= 1 for names in found)
+        divided = (layout.divides(i, parts_over(mesh, names)) for i, names in enumerate(split))
+        return mesh, split.rows, split if alike and all(divided) else None
 
     def operand(self) -> QuantTensors:
         """The weight as an operand of ``kernels.matmul``: its tensors as they are."""
@@ -124,6 +169,36 @@ class QuantizedLinear(LowRank):
             if not one.is_whole
         }
         return {**rules, **super().sharding_rules()}
+
+
+class _Split(NamedTuple):
+    """The mesh axes over which the rows and the columns of a weight ``[out, in]`` are split."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+def _on_parts(x: jax.Array, w: QuantTensors, *, mesh: Any, split: _Split) -> jax.Array:
+    """``x @ w.T``, of which each device computes the part of its tensors."""
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
+    used = {*split.rows, *split.columns}
+    tokens: list[Any] = [None] * (x.ndim - 1)
+    for axis, kinds in enumerate([BATCH, ("seq",)][: x.ndim - 1]):
+        names = [name for name in batch_axes(mesh, x.shape[axis], kinds) if name not in used]
+        tokens[axis] = tuple(names) or None
+
+    w = jax.tree.map(jnp.asarray, w)  # indices of layers too
+
+    def local(x: jax.Array, w: Any) -> jax.Array:
+        if not split.columns:
+            return format_matmul(x, w, dtype)
+        y = format_matmul(x, w, jnp.float32)
+        return device_sums(y, dtype, split.columns).astype(dtype)
+
+    columns, rows = (names or None for names in (split.columns, split.rows))
+    places = specs_within(w, PartitionSpec(rows, columns))
+    specs = PartitionSpec(*tokens, columns), places
+    return on_mesh(local, mesh, specs, PartitionSpec(*tokens, rows))(x, w)
 
 
 class DequantisedWeight:
