@@ -99,8 +99,8 @@ def _check_tied(model: Module) -> None:
     """Checks that no base weight is tied to another layer's: merging would change that layer too."""
     walk = Walk(model, stacked=True)
     places: dict[int, list[str]] = {}
-    for name, _, weight, _ in walk.places:
-        places.setdefault(id(walk.holder(weight)), []).append(name)
+    for one in walk.references:
+        places.setdefault(id(walk.holder(one.weight)), []).append(one.name)
     for one in adapted(model):
         names = places[id(walk.holder(one.base))]
         if len(names) > 1:

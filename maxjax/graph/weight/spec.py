@@ -178,7 +178,7 @@ class WeightSpec:
         return replace(self, spans=(), split=())
 
     @functools.cached_property
-    def part(self) -> WeightSpec:
+    def inner(self) -> WeightSpec:
         """The spec of the stack that one layer of a stack of stacks holds."""
         return replace(self, spans=self.spans[1:])
 

@@ -123,16 +123,16 @@ class StackedWeight(OfStack, Weight):
         name = None if self._full_name is None else self._spec.name(self._full_name, number)
         return self._view(self._spec.kind, number, _full_name=name)
 
-    def part(self, start: int) -> StackedWeight:
+    def inner(self, start: int) -> StackedWeight:
         """Return the stack of one layer; ``start`` is the number of its first Weight."""
         return self._view(StackedWeight, start, _views=weakref.WeakValueDictionary())
 
     def dissolve(self) -> None:
         """Give each Weight, or each layer's stack, its own value back."""
         spec, held, nested = self._spec, self._leaf, len(self._spec.spans) > 1
-        inner = spec.part if nested else spec.layer
+        inner = spec.inner if nested else spec.layer
         starts = range(0, spec.count, inner.count)
-        views = [self.part(i) if nested else self.view(i) for i in starts]
+        views = [self.inner(i) if nested else self.view(i) for i in starts]
         if is_value(held) and hasattr(held, "shape"):
             leaves = unstack(held, inner.leaf_sharding)
         else:
@@ -160,7 +160,7 @@ class StackedWeight(OfStack, Weight):
     @property
     def spec(self) -> WeightSpec:
         """The declaration of each Weight, and the leading axes."""
-        return self._spec if self.home is None else self.home[0].spec.part
+        return self._spec if self.home is None else self.home[0].spec.inner
 
     @property
     def weights(self) -> list[Weight]:

@@ -40,7 +40,7 @@ from .hooks import token, wrap_edited
 from .observe.places import of_first_layer
 from .static import unread_fields, unshared
 from .walk import ModuleNames, Walk, host_of, source_of
-from .watched import AssignedLists, Changeable
+from .watched import AssignedList, Changeable
 
 
 class Definition:
@@ -187,13 +187,13 @@ class Cache:
         treedef: Variant,
         weights: tuple[Any, ...],
         changeable: tuple[Changeable, ...] = (),
-        lists: AssignedLists | None = None,
+        lists: tuple[AssignedList, ...] = (),
         sliced: bool = False,
     ):
         self.structure, self.treedef, self.definition = structure, treedef, treedef.definition
         self.weights, self.sliced = weights, sliced
         self.changeable, self.lists = changeable, lists
-        self.watches = bool(changeable) or lists is not None
+        self.watches = bool(changeable or lists)
         self.values, self.leaves, self.traced = -1, (), False
         self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.names: dict[bool, ModuleNames] = {}
@@ -206,8 +206,8 @@ class Cache:
         """
         if self.structure != EPOCH.structure:
             return True
-        if self.lists is not None:
-            self.lists.check()
+        for one in self.lists:
+            one.check()
         return any(one.has_changed() for one in self.changeable)
 
     def refresh(self) -> tuple[Any, ...]:
@@ -280,8 +280,8 @@ def define(root: Any) -> Cache:
 
     treedef = Variant(_interned(key, make), _unread_of(walk.modules))
     sliced = any(weight.home is not None for weight in weights)
-    lists = AssignedLists(walk.modules)
-    return Cache(epoch, treedef, weights, changeable, lists or None, sliced)
+    lists = AssignedList.below(walk.modules)
+    return Cache(epoch, treedef, weights, changeable, lists, sliced)
 
 
 def _unread_of(modules: list[Any]) -> Unread:
@@ -302,10 +302,10 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
     weights = []
     for attr, local in module._mx_locals.items():
         weight = module._mx_weights[local]
-        holder = walk.holder(weight)
-        place = walk.number(weight, holder)
-        weights.append((attr, local, index[id(holder)], attr in module._mx_shared, place))
-    holders = [walk.holder(stack) for stack in module._mx_stacks]
+        holder, number_in_stack = walk.slot(weight)
+        shared = attr in module._mx_shared
+        weights.append((attr, local, index[id(holder)], shared, number_in_stack))
+    slots = [walk.slot(stack) for stack in module._mx_stacks]
     return Node(
         type(module),
         tuple(weights),
@@ -317,10 +317,7 @@ def _node(number: int, walk: Walk, index: dict[int, int]) -> Node:
             )
         ),
         walk.stacked and module._mx_in_stack,
-        tuple(
-            (index[id(holder)], walk.number(stack, holder))
-            for stack, holder in zip(module._mx_stacks, holders, strict=True)
-        ),
+        tuple((index[id(holder)], first) for holder, first in slots),
         _elsewhere(module, walk),
         tuple(_part(attr, shard, walk, index) for attr, shard in module._mx_shards.items()),
         walk.index.get(id(source_of(module)), _ELSEWHERE) if "_mx_source" in vars(module) else None,
@@ -331,10 +328,10 @@ def _part(
     attr: str, shard: Any, walk: Walk, index: dict[int, int]
 ) -> tuple[str, int, int | None, Any]:
     host = host_of(shard)
-    holder = walk.holder(host)
+    holder, number = walk.slot(host)
     if id(holder) not in index:
         return attr, index[id(shard)], None, -1
-    return attr, index[id(holder)], walk.number(host, holder), shard.spec
+    return attr, index[id(holder)], number, shard.spec
 
 
 def _elsewhere(stack: Any, walk: Walk) -> tuple[tuple[int, str, int], ...]:
@@ -401,15 +398,14 @@ def unflatten(treedef: Variant, leaves: Iterator[Any] | Any) -> Any:
         w.like(leaf, name)
         for w, leaf, name in zip(definition.weights, leaves, definition.names, strict=True)
     )
-    memo: dict[int, Any] = {}
-    statics = []
-    for i, (node, values) in enumerate(zip(definition.nodes, definition.statics, strict=True)):
-        copies = (
-            {a: unshared(v, memo) for a, v in values.items()} if definition.changeable else values
-        )
-        own = {attr: (copies[attr], key) for attr, key in node.statics}
-        statics.append({**own, **treedef.unread[i]} if treedef.unread else own)
-    modules = build(definition, holders, statics)
+    values, keys = list(definition.statics), [dict(node.statics) for node in definition.nodes]
+    if definition.changeable:
+        memo: dict[int, Any] = {}
+        values = [{attr: unshared(v, memo) for attr, v in own.items()} for own in values]
+    for i, unread in enumerate(treedef.unread):
+        values[i] = {**values[i], **{attr: value for attr, (value, _) in unread.items()}}
+        keys[i] |= {attr: key for attr, (_, key) in unread.items()}
+    modules = build(definition, holders, values, keys)
     changeable = Changeable.below(modules) if definition.changeable else ()
     vars(modules[0])["_mx_cache"] = Cache(EPOCH.structure, treedef, holders, changeable)
     return modules[0]
@@ -418,44 +414,48 @@ def unflatten(treedef: Variant, leaves: Iterator[Any] | Any) -> Any:
 def build(
     definition: Definition,
     holders: Sequence[Any],
-    statics: Sequence[Mapping[str, tuple[Any, Hashable]]],
+    values: Sequence[Mapping[str, Any]],
+    keys: Sequence[dict[str, Hashable]],
     given: Mapping[int, Any] = MappingProxyType({}),
 ) -> list[Any]:
     """The Modules of a Definition, in walk order.
 
     Args:
         holders: for each leaf, the Weight or StackedWeight that has it.
-        statics: for each node, the values and keys of its static attributes.
+        values, keys: for each node, the values of its static attributes, and their keys.
         given: by the index of a node, a Module that is taken as it is.
     """
     nodes = definition.nodes
     modules = [given[i] if i in given else object.__new__(n.kind) for i, n in enumerate(nodes)]
-    weight = lambda leaf, place: holders[leaf] if place is None else holders[leaf].view(place)
     for number, (module, node) in enumerate(zip(modules, nodes, strict=True)):
         if number in given:
             continue
-        weights = {local: weight(leaf, place) for _, local, leaf, _, place in node.weights}
-        children = {attr: modules[i] for attr, i in node.children}
-        templates = definition.shards[number]
-        shards = {
-            attr: holders[leaf] if what == -1 else templates[attr].of(weight(leaf, place))
-            for attr, leaf, place, what in node.shards
+        weights = {
+            local: holders[leaf] if i is None else holders[leaf].view(i)
+            for _, local, leaf, _, i in node.weights
         }
+        children = {attr: modules[i] for attr, i in node.children}
         state = vars(module)
         state.update(
-            {attr: value for attr, (value, _) in statics[number].items()},
+            values[number],
             _mx_weights=weights,
-            _mx_locals={attr: local for attr, local, *_ in node.weights},
+            _mx_locals={attr: local for attr, local, _, _, _ in node.weights},
             _mx_children=children,
             _mx_shared={attr for attr, _, _, shared, _ in node.weights if shared},
-            _mx_statics={attr: key for attr, (_, key) in statics[number].items()},
+            _mx_statics=keys[number],
             _mx_cache=None,
             **children,
-            **shards,
         )
-        state.update({attr: weights[local] for attr, local, *_ in node.weights})
-        if shards:
-            state["_mx_shards"] = shards
+        for attr, local, _, _, _ in node.weights:
+            state[attr] = weights[local]
+        if node.shards:
+            templates = definition.shards[number]
+            shards = {
+                attr: holders[leaf] if what == -1
+                else templates[attr].of(holders[leaf] if i is None else holders[leaf].view(i))
+                for attr, leaf, i, what in node.shards
+            }  # fmt: skip
+            state.update(shards, _mx_shards=shards)
         if definition.marks:
             state["_mx_marks"] = definition.marks[number]
         if node.in_stack:
@@ -464,7 +464,7 @@ def build(
             state["_mx_source"] = None if node.source == _ELSEWHERE else modules[node.source]
         if node.kind._mx_is_stack:
             state["_mx_stacks"] = tuple(
-                holders[leaf] if start is None else holders[leaf].part(start)
+                holders[leaf] if start is None else holders[leaf].inner(start)
                 for leaf, start in node.stacks
             )
             if node.elsewhere:

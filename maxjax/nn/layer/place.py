@@ -164,7 +164,7 @@ def plan_places(
     _, leaves, _ = walk.owners()
     rule_of = _module_rules(walk)
     places: dict[int, list[tuple[str, str, Weight]]] = {}
-    for name, path, weight, _ in walk.places:
+    for name, path, weight, *_ in walk.references:
         places.setdefault(id(walk.holder(weight)), []).append((name, path, weight))
     named = {} if not rules else _named_rules(places, leaves, rules)
     found = []

@@ -14,6 +14,7 @@ from ...errors import UserInputError, closest, some
 from ...graph.kind import as_array
 from ...graph.operands import from_numpy
 from ...graph.placement.arrays import put
+from ...graph.weight.running import names_below
 from ...kernels import QuantArray, explicit
 from .definition import cache_of, flatten, unflatten
 from .walk import Walk, check_module
@@ -60,14 +61,13 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     index = {id(holder): i for i, holder in enumerate(cache.weights)}
     whole = {n: i for i, n in enumerate(cache.definition.names) if len(cache.weights[i].spec.lead)}
     # All names of tied weights, including those that are not in the state dict.
-    weights = {name: weight for name, _, weight, _ in Walk(model).places}
+    weights = names_below(model).weights
     problems: list[str] = []
     new: dict[int, dict[int | None, tuple[str, Any]]] = {}  # leaf → number in it → (name, value)
     for name, value in values.items():
         weight = weights.get(name)
         if weight is not None:
-            holder = walk.holder(weight)
-            place = walk.number(weight, holder)
+            holder, place = walk.slot(weight)
         elif name in whole:
             holder, place = cache.weights[whole[name]], None
         else:

@@ -56,6 +56,24 @@ def deleted_arrays(model: Any) -> str:
     return ""
 
 
+class Reference(NamedTuple):
+    """A Weight that an attribute of a Module refers to.
+
+    Attributes:
+        name: full name.
+        path: attribute path, which differs from the name if a Module omits its own name.
+        weight: the Weight; it may have other references, too.
+        shared: whether the attribute is marked as a reference to another layer's weight.
+        in_stack: whether the Module is in the layer that represents all equal layers of a LayerStack.
+    """
+
+    name: str
+    path: str
+    weight: Weight
+    shared: bool
+    in_stack: bool
+
+
 class Walk:
     """One breadth-first walk over the Modules below a root, visiting each Module once.
 
@@ -74,7 +92,7 @@ class Walk:
             omits its own name.
         in_stack: for each Module, whether it is in the layer that represents all equal layers of
             a LayerStack.
-        places: tuples (full name, attribute path, weight, marked shared) in walk order.
+        references: the references to Weights, in walk order.
         stacked: whether the walk visited a LayerStack.
         stacks: ids of the StackedWeights of these LayerStacks; for inner LayerStacks, of the parts of
             the outer LayerStacks' StackedWeights that they use.
@@ -87,12 +105,13 @@ class Walk:
         self.paths = [""]
         self.in_stack = [False]
         self.index = {id(root): 0}
-        self.places: list[tuple[str, str, Weight, bool]] = []
+        self.references: list[Reference] = []
         self.stacked = False
         self.stacks: set[int] = set()
-        self._parts: dict[int, list[Any]] = {}  # by id of the StackedWeight
+        self._inner_stacks: dict[
+            int, list[Any]
+        ] = {}  # by id of the StackedWeight of which they are views
         self.shards: list[tuple[str, str, Weight]] = []
-        self._inner: list[bool] = []  # for each place, whether its module is in_stack
         self._held: list[_View] = []
         self._layers_only = not stacked
         # If the root itself is a part or a list of parts, the weights are those of the parts.
@@ -120,7 +139,7 @@ class Walk:
                 self.stacks.update(map(id, module._mx_stacks))
                 for stack in module._mx_stacks:
                     if stack.home is not None:
-                        self._parts.setdefault(id(stack.home[0]), []).append(stack)
+                        self._inner_stacks.setdefault(id(stack.home[0]), []).append(stack)
             children = module._mx_layers() if self._layers_only else module._mx_children
             self._visit(done, module, children, is_stack)
             done += 1
@@ -136,17 +155,13 @@ class Walk:
         self.prefixes.append(prefix)
         self.paths.append(path)
 
-    def place(self, name: str, path: str, weight: Weight, shared: bool, inner: bool) -> None:
-        """Adds a Weight under a full name."""
-        self.places.append((name, path, weight, shared))
-        self._inner.append(inner)
-
     def _visit(self, number: int, module: Any, children: Any, is_stack: bool) -> None:
         prefix, path, inner = self.prefixes[number], self.paths[number], self.in_stack[number]
-        weights = module._mx_weights
-        for attr, local in module._mx_locals.items():
-            shared = attr in module._mx_shared
-            self.place(prefix + local, path + attr, weights[local], shared, inner)
+        weights, shared = module._mx_weights, module._mx_shared
+        self.references += [
+            Reference(prefix + local, path + attr, weights[local], attr in shared, inner)
+            for attr, local in module._mx_locals.items()
+        ]
         self.shards += [
             (prefix + shard.name, path + attr, shard) for attr, shard in module._mx_shards.items()
         ]
@@ -160,27 +175,26 @@ class Walk:
             below = prefix if child._omit_module_attr_name else f"{prefix}{attr}."
             self.enter(child, below, f"{path}{attr}.", within)
 
-    def holder(self, weight: Weight) -> Any:
-        """The object that holds the leaf of a Weight.
+    def slot(self, weight: Any) -> tuple[Any, int | None]:
+        """The object that holds the leaf of a Weight, and the Weight's number in it.
 
-        It is the Weight's StackedWeight, or a part of that, if one of them is below the root; otherwise
-        it is the Weight itself.
+        It is the Weight's StackedWeight, or the stack of one layer of that, if one of them is below the root;
+        otherwise it is the Weight itself, and there is no number. A stack of one layer has a slot as a Weight has.
         """
-        home = weight.home
-        if home is None:
-            return weight
-        if id(home[0]) in self.stacks:
-            return home[0]
-        parts = self._parts.get(id(home[0]), ())
-        return next(
-            (part for part in parts if 0 <= home[1] - part.home[1] < part.spec.count), weight
-        )
+        if weight.home is None:
+            return weight, None
+        stack, number = weight.home
+        if id(stack) in self.stacks:
+            return stack, number
+        for inner in self._inner_stacks.get(id(stack), ()):
+            first = inner.home[1]
+            if inner is not weight and first <= number < first + inner.spec.count:
+                return inner, number - first
+        return weight, None
 
-    def number(self, weight: Any, holder: Any) -> int | None:
-        """The index of a Weight, or of the first Weight of a part, in its holder; None if the holder is ``weight``."""
-        if holder is weight:
-            return None
-        return weight.home[1] - (0 if holder.home is None else holder.home[1])
+    def holder(self, weight: Any) -> Any:
+        """The object that holds the leaf of a Weight."""
+        return self.slot(weight)[0]
 
     def owners(self) -> tuple[dict[int, int], list[tuple[str, Any, bool]], dict[str, str]]:
         """Chooses the owner of each leaf: the first place that is not marked shared, otherwise the first place.
@@ -194,24 +208,21 @@ class Walk:
         Raises:
             ValueError: two weights have the same full name.
         """
-        owner: dict[int, int] = {}
-        rank: dict[int, tuple[bool, bool]] = {}
-        holders = [self.holder(weight) for _, _, weight, _ in self.places]
-        for position, (_, _, weight, shared) in enumerate(self.places):
-            key = id(holders[position])
-            badness = (holders[position] is not weight and not self._inner[position], shared)
-            if key not in owner or badness < rank[key]:
-                owner[key], rank[key] = position, badness
+        holders = [self.holder(one.weight) for one in self.references]
+        best: dict[int, tuple[bool, bool, int]] = {}  # the reference that gives a holder its name
+        for i, (holder, one) in enumerate(zip(holders, self.references, strict=True)):
+            found = (holder is not one.weight and not one.in_stack, one.shared, i)
+            best[id(holder)] = min(found, best.get(id(holder), found))
         index: dict[int, int] = {}
         leaves: list[tuple[str, Any, bool]] = []
         taken: dict[str, str] = {}
-        for position in sorted(owner.values()):
-            name, path, _, shared = self.places[position]
+        for i in sorted(i for _, _, i in best.values()):
+            name, path, _, shared, _ = self.references[i]
             if name in taken:
                 raise ValueError(_duplicate(name, taken[name], path))
             taken[name] = path
-            index[id(holders[position])] = len(leaves)
-            leaves.append((name, holders[position], not shared))
+            index[id(holders[i])] = len(leaves)
+            leaves.append((name, holders[i], not shared))
         for name, path, shard in self.shards:
             # If the original Weight is not below the root, a shard is an ordinary leaf.
             if id(self.holder(host_of(shard))) not in index and id(shard) not in index:
@@ -220,10 +231,10 @@ class Walk:
                 index[id(shard)] = len(leaves)
                 leaves.append((name, shard, True))
         aliases = {}
-        for holder, (name, _, _, shared) in zip(holders, self.places, strict=True):
+        for holder, one in zip(holders, self.references, strict=True):
             true_name = leaves[index[id(holder)]][0]
-            if not shared and name != true_name and name not in taken:
-                aliases[name] = true_name
+            if not one.shared and one.name != true_name and one.name not in taken:
+                aliases[one.name] = true_name
         return index, leaves, aliases
 
 
@@ -241,8 +252,8 @@ class ModuleNames:
 
     def __init__(self, walk: Walk):
         self.prefixes = {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
-        self.weights = {name: weight for name, _, weight, _ in walk.places}
-        self.names = {id(weight): name for name, _, weight, _ in reversed(walk.places)}
+        self.weights = {one.name: one.weight for one in walk.references}
+        self.names = {id(one.weight): one.name for one in reversed(walk.references)}
         self.stacks = walk.stacks
 
 
@@ -321,7 +332,7 @@ class _Owners:
     @cached_property
     def placed(self) -> set[int]:
         """ids of the holders of the weights visited so far; computed only if an original layer was not visited."""
-        return {id(self.walk.holder(weight)) for _, _, weight, _ in self.walk.places}
+        return {id(self.walk.holder(one.weight)) for one in self.walk.references}
 
     def add(self, view: _View) -> None:
         """Adds the owners of a view, under the name of the attribute that holds it."""
@@ -356,7 +367,8 @@ class _Owners:
     def _add_weight(self, prefix: str, path: str, weight: Weight, within: bool) -> None:
         if not self._has(weight):
             self.placed.add(id(self.walk.holder(weight)))
-            self.walk.place(prefix + weight.spec.local_name, path, weight, False, within)
+            name = prefix + weight.spec.local_name
+            self.walk.references.append(Reference(name, path, weight, False, within))
 
 
 def source_of(item: Any) -> Any:

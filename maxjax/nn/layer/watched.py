@@ -45,7 +45,7 @@ class AssignedList:
         return {id(layer) for layer in made.layers} >= {id(layer) for layer in self.layers}
 
     def check(self) -> None:
-        """Checks that the list was not changed.
+        """Checks that the list was not changed; every use of the Module does.
 
         Raises:
             TypeError: the list was changed.
@@ -58,45 +58,18 @@ class AssignedList:
                 f"does not see: append to {name}, which is a LayerList, or assign the list when it is complete"
             )
 
-
-class AssignedLists:
-    """The watched lists below a Module, which every use of the Module compares.
-
-    Args:
-        modules: the Module and all Modules below it.
-    """
-
-    __slots__ = ("_lists", "_originals", "_items", "_exact")
-
-    def __init__(self, modules: Iterable[Any] = ()):
-        self._lists: list[AssignedList] = []
+    @staticmethod
+    def below(modules: Iterable[Any]) -> tuple[AssignedList, ...]:
+        """The watched lists of Modules, without those whose LayerList has other layers now."""
+        found = []
         for module in modules:
-            one = module._mx_assigned
-            if one is not None:
+            if (one := module._mx_assigned) is not None:
                 one.check()
                 if one.is_held(module):
-                    self._lists.append(one)
+                    found.append(one)
                 else:
                     vars(module)["_mx_assigned"] = None
-        self._originals = [one.original for one in self._lists]
-        self._items = [one.items for one in self._lists]
-        # Lists compare items by identity first, many times as fast as any loop. Items that are not identical compare
-        # by ``==``, which must not be that of a class that calls different objects equal.
-        kinds = {type(item) for items in self._items for item in items}
-        self._exact = any(kind.__eq__ is not object.__eq__ for kind in kinds)
-
-    def __bool__(self) -> bool:
-        return bool(self._lists)
-
-    def check(self) -> None:
-        """Checks that no list was changed.
-
-        Raises:
-            TypeError: a list was changed.
-        """
-        if self._exact or self._originals != self._items:
-            for one in self._lists:
-                one.check()
+        return tuple(found)
 
 
 class Changeable:

@@ -360,13 +360,11 @@ def _replica(
             return holder
         stack, first = holder.home
         start = first + place * math.prod(stack.spec.lead[axis + 1 :])
-        return stack.part(start) if isinstance(holder, StackedWeight) else stack.view(start)
+        return stack.inner(start) if isinstance(holder, StackedWeight) else stack.view(start)
 
-    statics = [
-        {name: (vars(module)[name], key) for name, key in module._mx_statics.items()}
-        for module in walk.modules
-    ]
-    made = build(definition, [at_place(holder) for holder in holders], statics, given)
+    values = [{name: vars(module)[name] for name in module._mx_statics} for module in walk.modules]
+    keys = [dict(module._mx_statics) for module in walk.modules]
+    made = build(definition, [at_place(holder) for holder in holders], values, keys, given)
     for i, (module, new) in enumerate(zip(walk.modules, made, strict=True)):
         if i not in given:
             marks = marks_of(layer, module, number)
