@@ -1,7 +1,7 @@
 """The matmul of activations with a weight in one of Hugging Face's quantised formats as a JAX primitive.
 
-On NVIDIA GPUs a Triton kernel dequantises tiles in registers. Elsewhere the whole weight is dequantised,
-after the activations are computed, and not kept after the matmul.
+On NVIDIA GPUs a Triton kernel dequantises tiles in registers, and on TPUs a Mosaic kernel. Elsewhere the whole
+weight is dequantised, after the activations are computed, and not kept after the matmul.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .gpu.triton import unavailable
 from .operation import Operation
 from .pallas import program_device, refused
 from .stack_slice import layer_of
+from .tpu import format_product as mosaic
+from .tpu.mosaic import unavailable as unavailable_on_tpu
 
 
 class FormatOperand(NamedTuple):
@@ -88,15 +90,23 @@ def _on_cpu(static: FormatOperand, devices: int, x: jax.Array, *rest: Any) -> li
     return _definition(static, x, first, *others)
 
 
-def _on_cuda(static: FormatOperand, x: jax.Array, *rest: Any) -> list[jax.Array]:
+def _by_kernel(platform: str, static: FormatOperand, x: jax.Array, *rest: Any) -> list[jax.Array]:
     *tensors, layer = rest
-    named = _named(static.layout, tensors)
-    why = triton.lacks(static.layout, x, named) or unavailable(program_device())
-    if refused("a matmul with a quantised weight on a GPU", why):
+    named, kernels = _named(static.layout, tensors), _KERNELS[platform]
+    if refused("a matmul with a quantised weight", _why_not(platform, static, x, named)):
         dtype = _float(x)
         weight = _weight(static, dtype, tensors, layer)
         return product.definition(x.astype(dtype), [weight], [static.dtype])
-    return [triton.matmul(static.layout, static.dtype, x, named, layer)]
+    return [kernels.matmul(static.layout, static.dtype, x, named, layer)]
+
+
+_KERNELS: dict[str, Any] = {"cuda": triton, "tpu": mosaic}
+
+
+def _why_not(platform: str, static: FormatOperand, x: Any, tensors: Mapping[str, Any]) -> str:
+    """Why a platform's kernel cannot compute a matmul; "" if it can."""
+    why = _KERNELS[platform].lacks(static.layout, x, tensors)
+    return why or (unavailable if platform == "cuda" else unavailable_on_tpu)(program_device())
 
 
 def _types(static: FormatOperand, x: Any, *rest: Any) -> list[Any]:
@@ -107,7 +117,8 @@ def _types(static: FormatOperand, x: Any, *rest: Any) -> list[Any]:
 
 # Layers call it inside ``shard_map``, which says how the tensors of a weight are split together.
 _OPERATION = Operation(
-    "maxjax_format_matmul", _types, _definition, {"cuda": _on_cuda}, None, None, product.batch,
+    "maxjax_format_matmul", _types, _definition,
+    {platform: partial(_by_kernel, platform) for platform in _KERNELS}, None, None, product.batch,
     forms={"cpu": _on_cpu},
 )  # fmt: skip
 
@@ -138,15 +149,17 @@ def _block_definition(static: FormatOperand, x: jax.Array, *rest: Any) -> list[j
     return [jax.lax.map(one, (x, owner))]
 
 
-def _blocks_on_cuda(static: FormatOperand, x: jax.Array, *rest: Any) -> list[jax.Array]:
+def _blocks_by_kernel(
+    platform: str, static: FormatOperand, x: jax.Array, *rest: Any
+) -> list[jax.Array]:
     *tensors, owner = rest
     named = _named(static.layout, tensors)
-    why = triton.lacks(static.layout, x, named) or unavailable(program_device())
-    if refused("a matmul of quantised experts on a GPU", why):
+    if refused("a matmul of quantised experts", _why_not(platform, static, x, named)):
         return _block_definition(static, x, *rest)
-    return [triton.kernel(static.layout, static.dtype, x, named, owner)]
+    return [_KERNELS[platform].kernel(static.layout, static.dtype, x, named, owner)]
 
 
 _BLOCKS = Operation(
-    "maxjax_format_block_matmul", _types, _block_definition, {"cuda": _blocks_on_cuda}, None, None
-)
+    "maxjax_format_block_matmul", _types, _block_definition,
+    {platform: partial(_blocks_by_kernel, platform) for platform in _KERNELS}, None, None,
+)  # fmt: skip

@@ -241,29 +241,6 @@ def specs_within(w: Any, spec: PartitionSpec) -> Any:
     return spec
 
 
-def device_sums(
-    y: jax.Array, dtype: Any, summed: Sequence[str] = (), exchanged: Sequence[str] = ()
-) -> jax.Array:
-    """Sums float32 results over devices, inside a ``shard_map``, in float32.
-
-    Accelerators exchange numbers in the dtype of the activations, CPUs in float32.
-
-    Args:
-        dtype: dtype of the activations.
-        summed: mesh axes over which every device gets the sums.
-        exchanged: mesh axes along which each device gets the sums of its own rows.
-    """
-    if not summed and not exchanged:
-        return y
-
-    def run(y: jax.Array) -> jax.Array:
-        y = jax.lax.psum_scatter(y, tuple(exchanged), tiled=True) if exchanged else y
-        return jax.lax.psum(y, tuple(summed)) if summed else y
-
-    narrow = lambda y: run(y.astype(dtype)).astype(jax.numpy.float32)
-    return jax.lax.platform_dependent(y, cpu=run, default=narrow)
-
-
 def is_manual(axis: str) -> bool:
     """Whether the code being traced runs inside a ``shard_map`` over the axis."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -41,6 +41,8 @@ from ..linear import gated
 CPU_ROWS = (1, 64)
 # A Triton program needs 16 rows or more; with more than 128 it runs out of registers.
 GPU_ROWS = (16, 128)
+# A register of a TPU has 8 rows.
+TPU_ROWS = (8, 128)
 # Up to this number of choices are unrolled; more are computed in a loop, which keeps the program short.
 _WRITTEN_OUT = 8
 

@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ...graph.placement.arrays import device_sums, on_mesh, specs_within
+from ...graph.placement.arrays import on_mesh, specs_within
 from ...graph.placement.specs import axis_of, batch_axes, split_over
 from .algorithms import (
     CPU_ROWS,
     GPU_ROWS,
+    TPU_ROWS,
     AllExperts,
     ExpertWeights,
     Kind,
@@ -226,6 +227,8 @@ def _elsewhere(
     options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts
 ) -> jax.Array:
     found, kind = stacked(experts), options.kind
+    if has_tensors(found):
+        return in_blocks(kind, x, chosen, shares, found, rows=TPU_ROWS, by_kernel=True)
     if _is_few(chosen, found):
         return few_choices(kind, x, chosen, shares, found, by_rows=False, some=options.some)
     if not found.is_packed and x.shape[0] <= _AT_ONCE:
@@ -308,7 +311,7 @@ def local_mixture(
             own = chosen - jax.lax.axis_index(split.whole).astype(chosen.dtype) * many
             chosen = jnp.where((own >= 0) & (own < many), own, many)
         y = mixture(x, chosen, shares, experts, kind, some=bool(split.whole))
-        return device_sums(y, x.dtype, summed, exchanged)
+        return _sums(y, x.dtype, summed, exchanged)
 
     if count <= most:
         return run((x, chosen, shares))
@@ -323,6 +326,22 @@ def local_mixture(
 
     y = jax.lax.map(run, tuple(map(divided, (x, chosen, shares))))
     return y.reshape(parts * size, -1)[:count]
+
+
+def _sums(
+    y: jax.Array, dtype: Any, summed: tuple[str, ...], exchanged: tuple[str, ...]
+) -> jax.Array:
+    """Sums results over devices; along the axes ``exchanged``, each device keeps the sums of its own tokens.
+
+    Accelerators exchange numbers in the dtype of the activations, CPUs in float32.
+    """
+
+    def run(y: jax.Array) -> jax.Array:
+        y = jax.lax.psum_scatter(y, exchanged, tiled=True) if exchanged else y
+        return jax.lax.psum(y, summed) if summed else y
+
+    narrow = lambda y: run(y.astype(dtype)).astype(jnp.float32)
+    return jax.lax.platform_dependent(y, cpu=run, default=narrow)
 
 
 # A tensor of a weight ``[out, in]``, and for each of its axes the axis of the weight that it runs along, or None.

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...dtype import DType
 from ...graph.device import DeviceRef
 from ...graph.kind import on_arrays
-from ...graph.placement.arrays import device_sums, is_manual, on_mesh, specs_within
+from ...graph.placement.arrays import is_manual, on_mesh, specs_within
 from ...graph.placement.specs import (
     BATCH,
     PartOf,
@@ -192,13 +192,22 @@ def _on_parts(x: jax.Array, w: QuantTensors, *, mesh: Any, split: _Split) -> jax
     def local(x: jax.Array, w: Any) -> jax.Array:
         if not split.columns:
             return format_matmul(x, w, dtype)
-        y = format_matmul(x, w, jnp.float32)
-        return device_sums(y, dtype, split.columns).astype(dtype)
+        # Accelerators exchange numbers in the dtype of the activations, CPUs in float32.
+        wide, narrow = (
+            partial(_summed, over=split.columns, dtype=one) for one in (jnp.float32, dtype)
+        )
+        return jax.lax.platform_dependent(
+            x, w, cpu=lambda *a: wide(*a).astype(dtype), default=narrow
+        )
 
     columns, rows = (names or None for names in (split.columns, split.rows))
     places = specs_within(w, PartitionSpec(rows, columns))
     specs = PartitionSpec(*tokens, columns), places
     return on_mesh(local, mesh, specs, PartitionSpec(*tokens, rows))(x, w)
+
+
+def _summed(x: jax.Array, w: QuantTensors, over: tuple[str, ...], dtype: Any) -> jax.Array:
+    return jax.lax.psum(format_matmul(x, w, dtype), over)
 
 
 class DequantisedWeight:

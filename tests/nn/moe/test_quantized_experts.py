@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from maxjax.dtype import DType
+from maxjax.nn.moe.algorithms import GPU_ROWS, TPU_ROWS, in_blocks
 from maxjax.nn.moe.expert_list import Experts
 from tests.models.quantizers import CASES
 from tests.nn.test_quantized import layer_of
@@ -77,6 +78,21 @@ def test_a_mesh_gives_the_same(name, sizes, kind):
             experts, x, chosen.astype(np.int32), shares
         )
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [GPU_ROWS, TPU_ROWS])
+def test_as_accelerators_do(name, rows):
+    """Blocks of rows of all experts in one operation, whose definition runs on a CPU."""
+    experts, values = quantised_experts(name)
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(20, SIZE)).astype(np.float32)
+    chosen = np.stack([rng.permutation(COUNT)[:CHOSEN] for _ in range(20)]).astype(np.int32)
+    shares = rng.uniform(0.1, 1, chosen.shape).astype(np.float32)
+    weights = jax.tree.map(jnp.asarray, experts._weights())
+    found = in_blocks("silu", x, jnp.asarray(chosen), shares, weights, rows=rows, by_kernel=True)
+    expected = reference(values, x.astype(np.float64), chosen, shares)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 def test_gradients_reach_the_tokens():

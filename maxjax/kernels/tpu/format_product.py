@@ -1,0 +1,383 @@
+"""Matmuls with weights in Hugging Face's quantised formats on TPUs: one kernel in Pallas for Mosaic.
+
+A program widens a tile of the stored numbers in its registers, scales it and multiplies it by a block of rows.
+The kernel takes stacks, and for each block the index of its weight, so that nothing is copied out of a stack.
+
+Numbers of a few bits are stored in words, of P numbers each. Instead of putting the numbers of a tile in order,
+which registers cannot do quickly, the kernel takes the P *planes* of the words one after the other: plane p has
+number p of each word. If words hold consecutive columns, the columns of the activations are divided into planes as
+well; if they hold rows of the weight, the result is.
+
+Every format becomes ``number · scale + offset``, with one scale and offset for each row and group of columns.
+These are small, so XLA computes them from the file's tensors before.
+
+Shapes: B blocks of N rows each, weights ``[O, I]`` in G groups of columns, W words along the packed axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..formats import AWQ_ORDER, QuantLayout
+from ..pallas import result
+from .mosaic import LANES
+
+# The most rows of a block, and the most rows and columns of a tile of a weight.
+MOST_ROWS = 1024
+_ROWS, _COLUMNS = 256, 1024
+_FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16))
+
+
+class Planes(NamedTuple):
+    """A weight as the kernel takes it.
+
+    Attributes:
+        words: name of the tensor of words.
+        bits: number of bits of a number; 8 if the tensor holds the numbers themselves.
+        order: for each position in a word, the index of its number.
+        by_rows: whether words hold rows of the weight, otherwise columns.
+        is_turned: whether the tensor of words is ``[I, O]``, otherwise ``[O, I]``.
+        number: function from the bits of numbers, int32, or from the tensor's own elements to float32.
+        group: number of columns in a group, which may be all.
+        scale: float32 or bfloat16 ``[B, G, O]``.
+        offset: float32 ``[B, G, O]``, or None.
+    """
+
+    words: str
+    bits: int
+    order: tuple[int, ...]
+    by_rows: bool
+    is_turned: bool
+    number: Callable[[Any], Any]
+    group: int
+    scale: Any
+    offset: Any = None
+
+
+def _unsigned(less: int, q: Any) -> Any:
+    return (q - less).astype(jnp.float32)
+
+
+def _elements(dtype: Any, q: Any) -> Any:
+    """Numbers of 8 bits as float32; 8-bit floats are given as their bits."""
+    from jax.experimental.pallas import tpu
+
+    if q.dtype != dtype:
+        q = tpu.bitcast(q, dtype)
+    return q.astype(jnp.float32)
+
+
+def _rows(blocks: jax.Array, count: int, size: int) -> jax.Array:
+    """``[B, G, O / size]`` → ``[B, G, O]``."""
+    if blocks.shape[-1] == count:
+        return blocks
+    return jnp.repeat(blocks, size, axis=-1)[..., :count]
+
+
+def _scaled(
+    layout: QuantLayout, small: Any, scale: str = "weight_scale", block: Any = None
+) -> Planes:
+    out, inner = layout.shape
+    first = layout.tensors[0]
+
+    def of_rows(name: str) -> jax.Array:
+        found = small[name].astype(jnp.float32)
+        if found[0].size == 1:
+            return jnp.broadcast_to(found.reshape(-1, 1, 1), (len(found), 1, out))
+        if found.ndim == 2:
+            return found[:, None, :]
+        sizes = block or (-(-out // found.shape[1]), 0)
+        return _rows(found.swapaxes(1, 2), out, sizes[0])
+
+    scales, zero = of_rows(scale), small.get("weight_zero_point")
+    offset = None if zero is None else -of_rows("weight_zero_point") * scales
+    group = block[1] if block and scales.shape[1] > 1 else inner
+    number = functools.partial(_elements, jnp.dtype(first.dtype.np))
+    return Planes("weight", 8, (0,), False, False, number, group, scales, offset)
+
+
+def _bitsandbytes8(layout: QuantLayout, small: Any) -> Planes:
+    scale = (small["SCB"].astype(jnp.float32) / 127)[:, None]
+    number = functools.partial(_elements, np.dtype("int8"))
+    return Planes("weight", 8, (0,), False, False, number, layout.in_dim, scale)
+
+
+def _unpacked(words: jax.Array, bits: int, axis: int, count: int, order: Any = None) -> jax.Array:
+    """The numbers in words along an axis, in float32."""
+    places = np.argsort(order) if order is not None else np.arange(32 // bits)
+    shifts = jnp.asarray(places * bits, jnp.uint32)
+    words = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    words = jnp.moveaxis(words, axis, -1)[..., None]
+    parts = words >> shifts.reshape((1,) * (words.ndim - 1) + (-1,)) & np.uint32(2**bits - 1)
+    parts = parts.astype(jnp.float32).reshape(*words.shape[:-2], -1)[..., :count]
+    return jnp.moveaxis(parts, -1, axis)
+
+
+def _pack_quantized(layout: QuantLayout, small: Any, bits: int, group: int) -> Planes:
+    scale = small["weight_scale"].swapaxes(1, 2)
+    scale = scale.astype(jnp.bfloat16 if scale.dtype == jnp.bfloat16 else jnp.float32)
+    less, offset = 2 ** (bits - 1), None
+    if (words := small.get("weight_zero_point")) is not None:
+        zero = _unpacked(words, bits, 1, layout.out_dim).swapaxes(1, 2)
+        less, offset = 0, -zero * scale.astype(jnp.float32)
+    number, order = functools.partial(_unsigned, less), tuple(range(32 // bits))
+    return Planes("weight_packed", bits, order, False, False, number, group, scale, offset)
+
+
+def _gptq(
+    layout: QuantLayout, small: Any, bits: int, group: int, offset: int, ordered: bool
+) -> Planes:
+    scale = small["scales"].astype(jnp.float32)
+    zero = jnp.mod(_unpacked(small["qzeros"], bits, 2, layout.out_dim) + offset, 2.0**bits)
+    number, order = functools.partial(_unsigned, 0), tuple(range(32 // bits))
+    return Planes("qweight", bits, order, False, True, number, group, scale, -zero * scale)
+
+
+def _awq(layout: QuantLayout, small: Any, group: int) -> Planes:
+    scale = small["scales"].astype(jnp.float32)
+    less, offset = 8, None
+    if (words := small.get("qzeros")) is not None:
+        less, offset = 0, -_unpacked(words, 4, 2, layout.out_dim, AWQ_ORDER) * scale
+    return Planes(
+        "qweight",
+        4,
+        AWQ_ORDER,
+        True,
+        True,
+        functools.partial(_unsigned, less),
+        group,
+        scale,
+        offset,
+    )
+
+
+def _mlx(layout: QuantLayout, small: Any, bits: int, group: int) -> Planes:
+    scale, bias = (small[name].astype(jnp.float32).swapaxes(1, 2) for name in ("scales", "biases"))
+    number, order = functools.partial(_unsigned, 0), tuple(range(32 // bits))
+    return Planes("weight", bits, order, False, False, number, group, scale, bias)
+
+
+# Each function takes the layout, the small tensors ``[B, ...]`` and the options of the layout.
+_FORMATS: dict[str, Callable[..., Planes]] = {
+    "scaled": _scaled,
+    "bitsandbytes8": _bitsandbytes8,
+    "pack_quantized": _pack_quantized,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mlx": _mlx,
+}
+
+
+def lacks(layout: QuantLayout, x: Any, tensors: Mapping[str, Any]) -> str:
+    """Why the kernel cannot compute a matmul of operands on one device; "" if it can."""
+    if layout.format not in _FORMATS:
+        return f"weights are in {layout.format}"
+    if x.dtype not in _FLOATS:
+        return f"activations are {x.dtype}"
+    if 0 in x.shape:
+        return "there are no numbers"
+    options = dict(layout.options)
+    if options.get("ordered") or "weight_g_idx" in tensors:
+        return "groups of columns are not consecutive"
+    if options.get("bits", 4) not in (2, 4, 8):
+        return f"numbers have {options['bits']} bits"
+    return _sizes(layout.of_part(tensors))[1]
+
+
+class _Tiles(NamedTuple):
+    """Sizes of a tile: of words, and the number of columns and of groups in it."""
+
+    rows: int
+    words: int
+    columns: int
+    groups: int
+
+
+def _sizes(layout: QuantLayout) -> tuple[_Tiles, str]:
+    """The tiles of a weight, and why there are none."""
+    out, inner = layout.shape
+    options = dict(layout.options)
+    block = options.get("block")
+    group = options.get("group", block[1] if block else inner)
+    group = min(group, inner)
+    by_rows = layout.format == "awq"
+    each = 1 if layout.format in ("scaled", "bitsandbytes8") else 32 // options.get("bits", 4)
+    across, along = (each, 1) if by_rows else (1, each)
+    if out % across or inner % along or inner % group:
+        return _Tiles(0, 0, 0, 0), f"a weight of {out} x {inner} has incomplete words or groups"
+    words = _divisor(inner // along, max(LANES, _COLUMNS // along))
+    columns = words * along
+    if columns % group and group % columns:
+        return _Tiles(0, 0, 0, 0), f"tiles of {columns} columns divide groups of {group}"
+    rows = out // across
+    rows = rows if rows <= _ROWS else _ROWS
+    return _Tiles(rows, words, columns, max(1, columns // group)), ""
+
+
+def _divisor(count: int, most: int) -> int:
+    """The largest divisor of a count that is a multiple of 128 and at most ``most``; the count if there is none."""
+    return next((n for n in range(most // LANES * LANES, 0, -LANES) if count % n == 0), count)
+
+
+def matmul(
+    layout: QuantLayout,
+    dtype: Any,
+    x: jax.Array,
+    tensors: Mapping[str, Any],
+    layer: jax.Array,
+    interpret: Any = False,
+) -> jax.Array:
+    """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``layer`` is an index if the tensors are stacks."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    blocks = -(-count // MOST_ROWS)
+    size = -(-count // blocks)
+    rows = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, -1)
+    is_stack = tensors[layout.tensors[0].name].ndim > len(layout.tensors[0].axes)
+    stacks = dict(tensors) if is_stack else {name: a[None] for name, a in tensors.items()}
+    owner = (layer if is_stack else jnp.int32(0)).reshape(1)
+    y = kernel(layout, dtype, rows, stacks, owner, interpret)
+    return y.reshape(blocks * size, -1)[:count].reshape(*x.shape[:-1], -1)
+
+
+def kernel(
+    layout: QuantLayout,
+    dtype: Any,
+    x: jax.Array,
+    tensors: Mapping[str, Any],
+    owner: jax.Array,
+    interpret: Any = False,
+) -> jax.Array:
+    """``x[i] @ w[owner[i]].T``, summed in float32: ``[B, N, in]`` → ``[B, N, out]`` in ``dtype``.
+
+    Args:
+        tensors: stacks of the tensors by name.
+        owner: index of each block's weight, int32 ``[B]``, or one index ``[1]`` for all; where it is negative,
+            results are undefined.
+        interpret: argument of ``pallas_call`` that runs the kernel on another platform.
+    """
+    from jax.experimental import pallas as pl  # slow to import
+    from jax.experimental.pallas import tpu
+
+    layout = layout.of_part(tensors)
+    first = layout.tensors[0].name
+    known = jnp.maximum(owner, 0)
+    small = {name: a[known] for name, a in tensors.items() if name != first}
+    planes = _FORMATS[layout.format](layout, small, **dict(layout.options))
+    tiles, _ = _sizes(layout)
+    stored = tensors[first]
+    if stored.shape[2] % LANES and stored.shape[1] % LANES == 0:
+        # XLA lays out such an array with the other axis last in memory, so that no register is padded.
+        stored = stored.swapaxes(1, 2)
+        planes = planes._replace(is_turned=not planes.is_turned)
+    (blocks, count, inner), out = x.shape, layout.out_dim
+    parts = len(planes.order)
+    of_rows, of_columns = (parts, 1) if planes.by_rows else (1, parts)
+    steps, wide = inner // tiles.columns, out // of_rows
+    x = x.reshape(blocks, count, inner // of_columns, of_columns).transpose(0, 3, 1, 2)
+    x = x[:, np.array(planes.order)] if of_columns > 1 else x
+
+    def grouped(a: jax.Array) -> jax.Array:
+        """``[B, G, O]`` → ``[B, planes of rows, tiles or groups, groups in a tile, O / planes]``."""
+        a = a.reshape(len(a), a.shape[1], wide, of_rows).transpose(0, 3, 1, 2)
+        a = a[:, np.array(planes.order)] if of_rows > 1 else a
+        return a.reshape(len(a), of_rows, -1, tiles.groups, wide)
+
+    small_blocks = [grouped(a) for a in (planes.scale, planes.offset) if a is not None]
+    in_group = max(1, planes.group // tiles.columns)  # tiles in a group
+    last = small_blocks[0].shape[0] - 1
+
+    def of_words(b: Any, i: Any, j: Any, owner: Any) -> Any:
+        place = owner[jnp.minimum(b, owner.shape[0] - 1)]
+        return (place, j, i) if planes.is_turned else (place, i, j)
+
+    def of_small(b: Any, i: Any, j: Any, owner: Any) -> Any:
+        return jnp.minimum(b, last), 0, jax.lax.div(j, in_group), 0, i
+
+    tile = (tiles.words, tiles.rows) if planes.is_turned else (tiles.rows, tiles.words)
+    small_tile = (1, of_rows, 1, tiles.groups, tiles.rows)
+    call = pl.pallas_call(
+        functools.partial(_program, planes._replace(scale=None, offset=None), tiles, x.dtype),
+        grid_spec=tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(blocks, -(-wide // tiles.rows), steps),
+            in_specs=[
+                pl.BlockSpec(
+                    (1, of_columns, count, tiles.words), lambda b, i, j, owner: (b, 0, 0, j)
+                ),
+                pl.BlockSpec((1, *tile), of_words),
+                *(pl.BlockSpec(small_tile, of_small) for _ in small_blocks),
+            ],
+            out_specs=pl.BlockSpec(
+                (1, of_rows, count, tiles.rows), lambda b, i, j, owner: (b, 0, 0, i)
+            ),
+            scratch_shapes=[tpu.VMEM((of_rows, count, tiles.rows), jnp.float32)],
+        ),
+        out_shape=result((blocks, of_rows, count, wide), x, dtype),
+        interpret=interpret,
+        name="maxjax_format_matmul",
+    )
+    if not interpret:  # otherwise XLA may copy a small stack, with all layers, to VMEM
+        stored = tpu.with_memory_space_constraint(stored, tpu.HBM)
+    y = call(known, x, stored, *small_blocks)
+    back = np.argsort(np.array(planes.order)) if of_rows > 1 else np.array([0])
+    return y[:, back].transpose(0, 2, 3, 1).reshape(blocks, count, out)
+
+
+def _program(
+    planes: Planes, tiles: _Tiles, dtype: Any, owner: Any, x: Any, words: Any, *refs: Any
+) -> None:
+    """One program: adds the products of one tile of the weight to its columns of the result of one block."""
+    from jax.experimental import pallas as pl
+
+    *small, y, sums = refs
+    step = pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        sums[...] = jnp.zeros_like(sums)
+
+    stored = words[0]
+    for p in range(len(planes.order)):
+        q = stored
+        if len(planes.order) > 1:
+            q = jax.lax.bitcast_convert_type(q, jnp.int32)
+            q = jax.lax.shift_right_logical(q, jnp.int32(p * planes.bits)) & (2**planes.bits - 1)
+        numbers = planes.number(q)
+        row = p if planes.by_rows else 0
+        scale, *offset = (a[0, row, 0].astype(jnp.float32) for a in small)  # [groups, rows]
+        weights = numbers * _spread(scale, planes, tiles)
+        for one in offset:
+            weights = weights + _spread(one, planes, tiles)
+        axis = 0 if planes.is_turned else 1
+        sums[row] += jax.lax.dot_general(
+            x[0, 0 if planes.by_rows else p], weights.astype(dtype), (((1,), (axis,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+    @pl.when(step == pl.num_programs(2) - 1)
+    def _() -> None:
+        y[0] = sums[...].astype(y.dtype)
+
+
+def _spread(groups: Any, planes: Planes, tiles: _Tiles) -> Any:
+    """``[groups, rows]`` → the shape of a tile of words, ``[words, rows]`` or ``[rows, words]``.
+
+    Registers cannot repeat numbers along a row; a matmul with zeros and ones can, exactly.
+    """
+    group = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 0)
+    word = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 1)
+    each = jnp.full_like(word, tiles.words // tiles.groups)
+    places = (jax.lax.div(word, each) == group).astype(jnp.float32)
+    operands = (places, groups) if planes.is_turned else (groups, places)
+    return jax.lax.dot_general(
+        *operands, (((0,), (0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+    )  # fmt: skip

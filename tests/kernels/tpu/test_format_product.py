@@ -1,0 +1,40 @@
+"""Products with weights in Hugging Face's formats as the TPU kernel computes them, on a CPU."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxjax.kernels.tpu import format_product as tpu
+from tests.kernels.gpu.test_format_product import made
+from tests.models.quantizers import CASES
+
+SIZES = [(48, 96), (384, 2048)]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("shape", SIZES)
+def test_the_kernel(case, shape):
+    layout, stacks, values = made(case, 2, shape)
+    for tokens in (1, 37):
+        x = jnp.asarray(np.random.default_rng(9).normal(size=(tokens, shape[1])), jnp.bfloat16)
+        if why := tpu.lacks(layout, x, stacks):
+            assert "weights are in" in why or "consecutive" in why or "incomplete" in why, why
+            return
+        found = tpu.matmul(layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
+        expected = np.asarray(x, np.float64) @ values[1].T
+        # Weights are rounded to bfloat16.
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-8 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 blocks", "gptq 4", "awq", "pack-quantized 4 zero points", "mlx 4"]
+)
+def test_exact_in_float32(name):
+    layout, stacks, values = made(CASES[name], 3, (384, 2048))
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(4, 16, 2048)), jnp.float32)
+    owner = jnp.asarray([2, 0, -1, 2], jnp.int32)
+    assert not tpu.lacks(layout, x, stacks)
+    found = tpu.kernel(layout, jnp.float32, x, stacks, owner, interpret=True)
+    for i in (0, 1, 3):
+        expected = np.asarray(x[i], np.float64) @ values[owner[i]].T
+        np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
