@@ -172,7 +172,8 @@ def _attach(model: Module, target: TargetLayer, adapter: Adapter, dtype: DType) 
             spec = spec_of([() if axis is None else over[axis] for axis in axes])
             where = NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
         if where is not None:
-            weight.commit_move(where, "as the base weight", None, None)
+            weight.change(sharding=where, why="as the base weight")
+            weight.put(weight.spec.blank())
         add_weight(model, layer, attr, weight, base)
 
 

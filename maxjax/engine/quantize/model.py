@@ -191,7 +191,8 @@ def _quantise(
     rows = dict(_reports(holder, names, kind, found, leaf.dtype.itemsize))
     encoding = QuantizationEncoding(kind)
     dims = encoding.packed_shape([int(size) for size in holder.spec.dims])
-    holder.adopt_declaration(DType.uint8, tuple(Shape(dims)), encoding, holder.align, None, None)
+    holder.change(dtype=DType.uint8, dims=tuple(Shape(dims)), encoding=encoding)
+    holder.loaded_shape = holder.source = None
     holder.put(found.blocks)
     return rows
 

@@ -14,7 +14,6 @@ from ...driver import memory_stats
 from ...errors import OutOfMemoryError
 from ...kernels import QuantArray, QuantTensors, StackSlice, explicit
 from ..device import DeviceRef
-from .device_major import DeviceMajor
 from .specs import axis_of, held_bytes, names_in, spec_of, split_over
 
 
@@ -103,21 +102,6 @@ def device_of(place: Any) -> Any:
         "weights are put on a mesh (as maxjax.make_mesh(model=2) makes it), a jax Sharding, a jax.Device "
         f"or a DeviceRef, not {type(place).__name__}"
     )
-
-
-def relaid(
-    array: Any, sharding: Any, before: DeviceMajor | None, after: DeviceMajor | None, name: str
-) -> Any:
-    """A stored value, converted to another layout and another Sharding (of the logical value)."""
-    if before == after:
-        where = sharding if after is None else after.sharding(sharding)
-        return put(array, where, name)
-    # Arrays with Explicit axes can be moved between two meshes only through the host.
-    logical = np.asarray(array) if array.is_fully_addressable else array
-    logical = logical if before is None else before.restore(logical)
-    if after is None:
-        return put(logical, sharding, name)
-    return put(after.arrange(logical), after.sharding(sharding), name)
 
 
 def out_of_memory(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -20,6 +19,7 @@ import numpy as np
 from ...dtype import DType
 from ..device import DeviceRef
 from ..dim import Dim
+from ..placement.arrays import put
 from ..placement.device_major import DeviceMajor
 from ..placement.stacking import with_leading
 from ..quantization import QuantizationEncoding
@@ -227,18 +227,29 @@ class WeightSpec:
 
     def logical(self, stored: Any) -> Any:
         """Return a stored value in logical order."""
-        if self.layout is None or stored is None:
-            return stored
-        return self._over_layers(self.layout.restore)(stored)
+        return (
+            stored
+            if self._leaf_layout is None or stored is None
+            else self._leaf_layout.restore(stored)
+        )
 
     def arranged(self, array: Any) -> Any:
         """Return a value in the order in which it is stored."""
-        return array if self.layout is None else self._over_layers(self.layout.arrange)(array)
+        return array if self._leaf_layout is None else self._leaf_layout.arrange(array)
 
-    def _over_layers(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        for _ in self.spans:
-            function = jax.vmap(function)
-        return function
+    @functools.cached_property
+    def _leaf_layout(self) -> DeviceMajor | None:
+        """The layout of the leaf, which has the leading axes too."""
+        layout, lead = self.layout, len(self.spans)
+        return layout if layout is None or not lead else replace(layout, axis=layout.axis + lead)
+
+    def relaid(self, leaf: Any, before: WeightSpec, name: str) -> Any:
+        """Return a value that was stored as another spec says, which differs in sharding and layout only."""
+        if before.layout != self.layout:
+            # Arrays with Explicit axes can be moved between two meshes only through the host.
+            leaf = np.asarray(leaf) if leaf.is_fully_addressable else leaf
+            leaf = self.arranged(before.logical(leaf))
+        return put(leaf, self.leaf_sharding, name)
 
     def unplaced(self) -> WeightSpec:
         """Return the spec without its sharding, which belongs to the devices of this process."""

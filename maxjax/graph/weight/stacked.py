@@ -19,9 +19,8 @@ import numpy as np
 
 from ...kernels import StackSlice
 from ...kernels.stack_slice import slice_of
-from ..placement.arrays import put, relaid
-from ..placement.device_major import DeviceMajor
-from ..placement.stacking import stack, unstack, with_leading
+from ..placement.arrays import put
+from ..placement.stacking import stack, unstack
 from .epoch import values_changed
 from .rows import OfStack
 from .spec import Span, WeightSpec, is_value
@@ -267,25 +266,12 @@ class StackedWeight(OfStack, Weight):
     def _as_array(self, gathered: bool = True) -> jax.Array:
         return self.gathered_array(gathered)
 
-    def prepare_move(
-        self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
-    ) -> Any:
-        """Return what it holds, converted to another Sharding."""
-        before, leaf, depth = self.spec.layout, self._leaf, len(self.spec.spans)
-        if not is_value(leaf) or type(leaf) is Incomplete:
-            parts = leaf if type(leaf) is Incomplete else {}
-            return Incomplete(
-                {i: relaid(a, sharding, before, layout, name) for i, a in parts.items()}
-            )
-        if before != layout:
-            layers = np.asarray(leaf) if leaf.is_fully_addressable else leaf
-            layers = layers.reshape(-1, *layers.shape[depth:])
-            layers = [layer if before is None else before.restore(layer) for layer in layers]
-            layers = [layer if layout is None else layout.arrange(layer) for layer in layers]
-            leaf = (np if leaf.is_fully_addressable else jnp).stack(layers)
-            leaf = leaf.reshape(*self.spec.lead, *leaf.shape[1:])
-        where = sharding if layout is None else layout.sharding(sharding)
-        return put(leaf, with_leading(where, depth, split), name)
+    def moved(self, spec: WeightSpec, name: str) -> Any:
+        """Return what it holds for a spec with another sharding and layout; the stack is not changed."""
+        if type(self._leaf) is not Incomplete:
+            return super().moved(spec, name)
+        old, new = self.spec.layer, spec.layer
+        return Incomplete({i: new.relaid(value, old, name) for i, value in self._leaf.items()})
 
     # -- copies
 

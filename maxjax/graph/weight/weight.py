@@ -39,8 +39,7 @@ from ..device import DeviceRef, on_device
 from ..kind import KIND, to_value, value_class
 from ..operands import check_indices, fitting
 from ..operators import Operators
-from ..placement.arrays import as_used, is_usable_in_place, put, relaid
-from ..placement.device_major import DeviceMajor
+from ..placement.arrays import as_used, is_usable_in_place, put
 from ..placement.split import Split
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
 from ..placement.strategy import shard_shape
@@ -145,10 +144,10 @@ class Weight(OfWeight, Operators):
             ValueError: the Weight belongs to a layer of a stack, where layers cannot differ.
         """
         self.refuse_in_stack(what)
-        self._change_spec(**changes)
+        self.change(**changes)
 
-    def _change_spec(self, **changes: Any) -> None:
-        """Change the spec, for a layer of a stack that of all layers."""
+    def change(self, **changes: Any) -> None:
+        """Change attributes of the spec, for a layer of a stack those of all layers."""
         holder = self if self.home is None else self.home[0]
         spec = replace(holder._spec, **changes)
         if spec != holder._spec or spec.why != holder._spec.why:
@@ -278,7 +277,7 @@ class Weight(OfWeight, Operators):
     @sharding_strategy.setter
     def sharding_strategy(self, strategy: Any) -> None:
         self.refuse_in_stack("a strategy")
-        self._change_spec(strategy=checked_strategy(strategy), device=DeviceRef.CPU())
+        self.change(strategy=checked_strategy(strategy), device=DeviceRef.CPU())
 
     def shard(self, devices: Iterable[DeviceRef]) -> list[Weight]:
         """One Weight for each device: views of the parts that the sharding strategy defines.
@@ -316,24 +315,9 @@ class Weight(OfWeight, Operators):
         """The jax Sharding that ``Module.to`` set; None if the array lies where JAX or ``device_put`` put it."""
         return self.spec.sharding
 
-    def prepare_move(
-        self, sharding: Any, layout: DeviceMajor | None, name: str, split: tuple[str, ...] = ()
-    ) -> Any:
-        """Return the value converted to another Sharding; None if there is no value or a stack holds it.
-
-        Args:
-            split: mesh axes that the Weights of a stack are distributed over; () for a single Weight.
-        """
-        if self.home is not None or self.is_lazy:
-            return None
-        return relaid(self._leaf, sharding, self.spec.layout, layout, name)
-
-    def commit_move(
-        self, sharding: Any, why: str, layout: DeviceMajor | None, moved: Any, split: tuple[str, ...] = ()
-    ) -> None:  # fmt: skip
-        """Adopt a new sharding, with the result of :meth:`prepare_move` for it."""
-        self._change_spec(sharding=sharding, why=why, layout=layout, split=split)
-        self.put(self.spec.blank() if moved is None else moved)
+    def moved(self, spec: WeightSpec, name: str) -> Any:
+        """Return the leaf for a spec with another sharding and layout; the Weight is not changed."""
+        return spec.blank() if self.is_lazy else spec.relaid(self._leaf, self.spec, name)
 
     # -- the leaf
 
@@ -372,20 +356,6 @@ class Weight(OfWeight, Operators):
             "another shape or dtype", dtype=dtype, dims=tuple(Shape(dims)), encoding=encoding
         )
         self.put(self.spec.blank())
-
-    def adopt_declaration(
-        self,
-        dtype: DType,
-        dims: tuple[Any, ...],
-        encoding: QuantizationEncoding | None,
-        align: int | None,
-        original: tuple[DType, Shape] | None,
-        loaded_shape: tuple[int, ...] | None,
-    ) -> None:
-        """Take over the declaration of a loaded value; :meth:`put` stores the value itself."""
-        self._change_spec(dtype=dtype, dims=dims, encoding=encoding, align=align)
-        self._original = original or self._original
-        self.loaded_shape, self.source = loaded_shape, None
 
     def to_file(self, value: Any) -> Any:
         """Return a value in the form and shape of the file's tensor that it was loaded from."""
@@ -456,7 +426,7 @@ class Weight(OfWeight, Operators):
         self.put(value)
         self.loaded_shape = self.source = None
         if other:
-            self._change_spec(dtype=dtype)
+            self.change(dtype=dtype)
 
     def to_leaf(self, value: Any) -> Any:
         """Return a value in logical order, converted to the stored order and put on its sharding."""

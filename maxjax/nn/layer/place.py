@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -65,20 +66,23 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
         sharding = sharding if kind is None else sharding.with_memory_kind(kind)
         definition, holders = module._mx_definition()
         named = zip(holders, definition.names, strict=True)
-        todo = [(holder, name, sharding, "", None, ()) for holder, name in named]
+        alone = {"sharding": sharding, "why": "", "layout": None, "split": ()}
+        todo = [(holder, name, alone) for holder, name in named]
     else:
         todo, places = [], plan_places(module, mesh, strategy, rules)
         for holder, name, _, placed in places:
             sharding = NamedSharding(mesh, placed.spec, memory_kind=kind)
-            todo.append((holder, name, sharding, placed.why, placed.layout, placed.split))
+            changes = {"why": placed.why, "layout": placed.layout, "split": placed.split}
+            todo.append((holder, name, {"sharding": sharding, **changes}))
         _warn_of_replicated(places, mesh)
     # Either all weights are placed or none: a device may run out of memory at any of them.
     moved = []
-    for holder, name, sharding, _, layout, split in todo:
+    for holder, name, changes in todo:
         with outside_traces(holder.leaf):
-            moved.append(holder.prepare_move(sharding, layout, name, split))
-    for (holder, _, sharding, why, layout, split), leaf in zip(todo, moved, strict=True):
-        holder.commit_move(sharding, why, layout, leaf, split)
+            moved.append(holder.moved(replace(holder.spec, **changes), name))
+    for (holder, _, changes), leaf in zip(todo, moved, strict=True):
+        holder.change(**changes)
+        holder.put(leaf)
     structure_changed()
 
 

@@ -273,9 +273,10 @@ def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
 def _store(one: Fit) -> None:
     """Updates the declaration of the weight from its value."""
     weight = one.weight
-    weight.adopt_declaration(
-        one.dtype, one.dims, one.encoding, one.align, one.original, one.loaded_shape
-    )
+    weight.change(dtype=one.dtype, dims=one.dims, encoding=one.encoding, align=one.align)
+    if one.original is not None:
+        weight.original_dtype_and_shape = one.original
+    weight.loaded_shape, weight.source = one.loaded_shape, None
     weight.finalise(one.name)
     if one.loaded_shape is not None and weight.spec.form is None:
         one.value.shape = Shape(one.dims)  # as in MAX: the metadata describes the loaded weight

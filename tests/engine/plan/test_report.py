@@ -185,7 +185,8 @@ def test_weights_in_the_memory_of_the_host_take_none_of_a_device():
     mesh = real_mesh({"model": 2})
     place = NamedSharding(mesh, PartitionSpec("model"), memory_kind="pinned_host")
     gate = model.gate_proj.weight
-    gate.commit_move(place, "", None, gate.prepare_move(place, None, "gate_proj.weight"))
+    gate.change(sharding=place)
+    gate.value = gate.stored_value()
     found = plan(model)
     kinds = {kind.name: kind for kind in found.kinds}
     assert kinds["gate_proj.weight"].bytes_per_device == 0

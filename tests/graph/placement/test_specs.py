@@ -220,14 +220,14 @@ def test_rows_of_a_batch():
 
 def test_parts_of_a_placed_weight():
     w = Weight("w", "float32", (8, 6), DeviceRef.CPU())
-    w.commit_move(NamedSharding(make_mesh(data=2, model=4), P(("data", "model"))), "", None, None)
+    w.change(sharding=NamedSharding(make_mesh(data=2, model=4), P(("data", "model"))))
     assert (parts(w, 0), parts(w, 1)) == (8, 1)
 
 
 def test_values_keep_the_place_of_their_weight():
     w = Weight("w", "float32", (8, 6), DeviceRef.CPU())
     place = NamedSharding(make_mesh(model=4), P("model"))
-    w.commit_move(place, "", None, None)
+    w.change(sharding=place)
     w.value = np.ones((8, 6), np.float32)
     assert w.value.sharding == place and w.sharding == place
     w.value = jax.numpy.zeros((8, 6))

@@ -1,5 +1,6 @@
 """StackedWeight and its Weights; stacks in Graphs, sessions and compiled programs."""
 
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -145,7 +146,9 @@ def test_placed(held):
     s, weights = stack(held)
     device = jax.devices()[2]
     sharding = jax.sharding.SingleDeviceSharding(device)
-    s.commit_move(sharding, "", None, s.prepare_move(sharding, None, "w"))
+    moved = s.moved(dataclasses.replace(s.spec, sharding=sharding), "w")
+    s.change(sharding=sharding)
+    s.put(moved)
     for w in weights:
         assert w.value is None or w.value.devices() == {device}
         w.value = jax.device_put(jnp.zeros(2), sharding)
