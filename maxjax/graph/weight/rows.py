@@ -77,19 +77,6 @@ class PlacedRow(NamedTuple):
     sharding: Any
     per_device: int
 
-    @property
-    def is_split(self) -> bool:
-        """Whether the array is on several devices."""
-        return self.sharding is not None and device_count(self.sharding) > 1
-
-    @property
-    def remarks(self) -> list[str]:
-        """The state and the placement of the array, as parts of a line of text."""
-        found = [self.state.note] if self.state.note else []
-        if self.is_split:
-            return [*found, spec_text(self.sharding)]
-        return found if self.sharding is None else [*found, f"on {place_text(self.sharding)}"]
-
 
 def array_row(name: str, array: Any, sharding: Any = None) -> PlacedRow:
     """The row of an array, a placeholder or any other leaf."""

@@ -33,7 +33,7 @@ from jax.core import Tracer
 from ...graph.kind import ARRAYS, KIND
 from ...graph.weight.epoch import EPOCH, note_leaf_cache, structure_changed
 from ...graph.weight.running import RUNNING
-from ...graph.weight.weight import Weight, leaf_for_jax, leaf_of
+from ...graph.weight.weight import leaf_for_jax, leaf_of
 from ...kernels.stack_slice import StackSlice, stack_of
 from ...reloads import code, watch
 from .hooks import token, wrap_edited
@@ -50,7 +50,6 @@ class Definition:
         names: full name of each leaf, in state-dict order.
         owned: for each leaf, whether it is in the state dict (False if every reference below
             this root is marked as shared with an owner elsewhere).
-        aliases: map from other full names of tied weights to the owner's name.
         nodes: one :class:`Node` for each Module, in walk order.
         weights: for each leaf, a Weight or StackedWeight without a value, as a template.
         statics: static values of each node.
@@ -62,7 +61,7 @@ class Definition:
     """
 
     __slots__ = (
-        "key", "names", "owned", "aliases", "nodes", "weights", "statics", "stacked", "shards",
+        "key", "names", "owned", "nodes", "weights", "statics", "stacked", "shards",
         "marks", "changeable", "__weakref__",
     )  # fmt: skip
 
@@ -173,12 +172,13 @@ class Cache:
         sliced: whether leaves are slices of stacks, which are kept as StackSlices and sliced on demand.
         changeable, lists: what can change without an assignment to a Module; ``watches``: whether there is any.
         values: ``EPOCH.values`` for which ``leaves`` and ``traced`` (whether one is traced) are valid.
-        table: what :meth:`owned` returns, and ``names``: what :func:`names_below` returns, once it is wanted.
+        names: the names below the Module, with one for all equal layers of a stack (True) or one for each (False),
+            once they are wanted (``Module._mx_names_below``).
     """
 
     __slots__ = (
         "structure", "treedef", "definition", "weights", "sliced", "changeable", "lists", "watches",
-        "values", "leaves", "traced", "table", "names", "__weakref__",
+        "values", "leaves", "traced", "names", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -195,7 +195,6 @@ class Cache:
         self.changeable, self.lists = changeable, lists
         self.watches = bool(changeable or lists)
         self.values, self.leaves, self.traced = -1, (), False
-        self.table: tuple[dict[str, Weight], dict[str, str]] | None = None
         self.names: dict[bool, ModuleNames] = {}
 
     def is_outdated(self) -> bool:
@@ -219,18 +218,6 @@ class Cache:
         note_leaf_cache(self)
         return leaves
 
-    def owned(self, root: Any) -> tuple[dict[str, Weight], dict[str, str]]:
-        """The weights by their state-dict names, and the other names of tied weights."""
-        if self.table is None:
-            leaves: Any = zip(
-                self.definition.names, self.weights, self.definition.owned, strict=True
-            )
-            aliases = self.definition.aliases
-            if self.definition.stacked:
-                _, leaves, aliases = Walk(root).owners()
-            self.table = {name: weight for name, weight, owned in leaves if owned}, aliases
-        return self.table
-
 
 def _array(leaf: Any) -> Any:
     """The leaf as an array; a slice of a stack becomes the array of that layer."""
@@ -248,7 +235,7 @@ def define(root: Any) -> Cache:
     walk = Walk(root, stacked=True)
     changeable = Changeable.below(walk.modules)
     try:
-        index, leaves, aliases = walk.owners()
+        index, leaves, _ = walk.owners()
     except ValueError:
         Walk(root).owners()  # raises the same error with the names of a state dict
         raise
@@ -264,7 +251,7 @@ def define(root: Any) -> Cache:
     def make() -> dict[str, Any]:
         memo: dict[int, Any] = {}
         return {
-            "nodes": nodes, "names": names, "owned": owned, "aliases": aliases, "marks": key[-1],
+            "nodes": nodes, "names": names, "owned": owned, "marks": key[-1],
             "weights": tuple(w.like(None) for w in weights),
             "stacked": walk.stacked,
             "changeable": bool(changeable),

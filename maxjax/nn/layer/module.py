@@ -538,7 +538,9 @@ class Module(OfModule, Layer, StateDict, ABC):
         return cache.definition, cache.weights
 
     def _mx_names(self) -> tuple[dict[str, Weight], dict[str, str]]:
-        return cache_of(self).owned(self)
+        cache_of(self)  # raises if a caller's list was changed
+        names = self._mx_names_below()
+        return names.owned, names.aliases
 
     def _mx_names_below(self, stacked: bool = False) -> ModuleNames:
         cache = self._mx_cache

@@ -246,15 +246,19 @@ class ModuleNames:
         weights: map from full name to Weight.
         names: map from id(Weight) to its first full name.
         stacks: ids of the StackedWeights.
+        owned: map from full name to Weight, as in a state dict: each once, under its owner's name.
+        aliases: map from other full names of tied weights to the owner's name.
     """
 
-    __slots__ = ("prefixes", "weights", "names", "stacks")
+    __slots__ = ("prefixes", "weights", "names", "stacks", "owned", "aliases")
 
     def __init__(self, walk: Walk):
         self.prefixes = {id(m): p for m, p in zip(walk.modules, walk.prefixes, strict=True)}
         self.weights = {one.name: one.weight for one in walk.references}
         self.names = {id(one.weight): one.name for one in reversed(walk.references)}
         self.stacks = walk.stacks
+        _, leaves, self.aliases = walk.owners()
+        self.owned = {name: weight for name, weight, owned in leaves if owned}
 
 
 def host_of(shard: Any) -> Weight:
