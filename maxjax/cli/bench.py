@@ -175,7 +175,7 @@ def weight_bytes(model: Any, batch: int | None = None) -> int:
     """Bytes of a model's weights, summed over all devices.
 
     With ``batch``, the bytes that one decode step for that many sequences reads: one row for each
-    from an embedding table that is not the output head, and as many experts as can be chosen.
+    from an embedding table that is not the output head, and the mean number of experts that are chosen.
     """
     from ..engine.plan.footprint import Reading
     from ..models.name_rules import HEADS, layer_of

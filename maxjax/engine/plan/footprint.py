@@ -116,18 +116,18 @@ class Reading(NamedTuple):
             number("max_position_embeddings", "n_positions") or None,
         )  # fmt: skip
 
-    def share(self, name: str, batch: int, tied: bool) -> Fraction:
+    def share(self, name: str, batch: int, tied: bool) -> Fraction | float:
         """The share of a weight that a decode step for ``batch`` sequences reads.
 
-        An embedding table that is not the output head is read one row per sequence, and at most as
-        many experts as can be chosen are read.
+        An embedding table that is not the output head is read one row per sequence. Of experts it is the mean
+        share that some sequence chooses, if every expert is equally likely and sequences choose independently.
 
         Example:
-            >>> Reading(100, 8, experts=8, chosen=2).share("mlp.experts.0.up_proj.weight", 3, False)
-            Fraction(3, 4)
+            >>> Reading(100, 8, experts=8, chosen=2).share("mlp.experts.0.up_proj.weight", 2, False)
+            0.4375
         """
         if ".experts." in name and self.experts:
-            return Fraction(min(self.experts, batch * self.chosen), self.experts)
+            return 1 - (1 - min(1.0, self.chosen / self.experts)) ** batch
         layer = names.layer_of(name)
         if layer in names.UNTIED_TABLES or (layer in names.TABLES and not tied):
             return Fraction(min(self.vocab_size, batch), max(self.vocab_size, 1))
