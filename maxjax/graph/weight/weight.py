@@ -23,7 +23,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -709,38 +709,35 @@ _MAX_METHODS = frozenset(
 # --- as a pytree of one leaf ---------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class _Definition:
     """The treedef data of a Weight alone: equal if everything except value and full name is.
 
     It includes whether operators return arrays or TensorValues, so that these never share a trace.
     """
 
-    __slots__ = ("key", "weight")
+    kind: int
+    spec: WeightSpec
+    # A copy without its value: a treedef must not keep arrays alive.
+    template: Weight = field(compare=False)
 
-    def __init__(self, weight: Weight):
-        self.key = (KIND.now, weight.spec)
-        # A copy without its value: a treedef must not keep arrays alive.
-        self.weight = weight.like(None, weight._full_name)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Definition) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    @classmethod
+    def of(cls, weight: Weight) -> _Definition:
+        return cls(KIND.now, weight.spec, weight.like(None, weight._full_name))
 
     def __repr__(self) -> str:
-        return f"Weight({self.weight.spec.local_name})"
+        return f"Weight({self.spec.local_name})"
 
 
 def _register(cls: type) -> None:
     def flatten_with_keys(w: Any):
-        return ((jax.tree_util.GetAttrKey("value"), leaf_for_jax(w)),), _Definition(w)
+        return ((jax.tree_util.GetAttrKey("value"), leaf_for_jax(w)),), _Definition.of(w)
 
     def flatten(w: Any):
-        return (leaf_for_jax(w),), _Definition(w)
+        return (leaf_for_jax(w),), _Definition.of(w)
 
     def unflatten(definition: _Definition, leaves: Any) -> Any:
-        return definition.weight.like(leaves[0], definition.weight._full_name)
+        return definition.template.like(leaves[0], definition.template._full_name)
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
@@ -757,7 +754,7 @@ class Shard(Weight):
     """
 
     # The spec of the host for which this one's was made.
-    _host_spec: WeightSpec
+    _host_spec: WeightSpec | None = None
 
     def __init__(self, host: Weight, i: int, device: DeviceRef):
         super().__init__(
@@ -766,23 +763,21 @@ class Shard(Weight):
         # Alone, as a leaf of a pytree, a shard becomes a plain Weight of the part.
         self._spec = replace(self._spec, kind=Weight, shard_idx=i)
         self.host = host
-        self._follow_host()
+        _ = self.spec  # raises an error if the strategy does not fit the shape
 
     @property
     def spec(self) -> WeightSpec:
         """The declaration of the part, which follows that of the host: it may be quantised, for example."""
-        if self.host is not None and self.host.spec is not self._host_spec:
-            self._follow_host()
+        host, own = self.host, self._spec
+        if host is not None and host.spec is not self._host_spec:
+            part = with_values(own.strategy)
+            dims = shard_shape(part, host.spec.sizes, own.shard_idx or 0, host.dtype.np)
+            self._host_spec = host.spec
+            self._spec = replace(
+                own, dtype=host.dtype, dims=tuple(Shape(dims)), encoding=host.spec.encoding,
+                align=host.spec.align, activations=host.spec.activations,
+            )  # fmt: skip
         return self._spec
-
-    def _follow_host(self) -> None:
-        host, part = self.host, with_values(self._spec.strategy)
-        dims = shard_shape(part, host.spec.sizes, self._spec.shard_idx or 0, host.dtype.np)
-        self._host_spec = host.spec
-        self._spec = replace(
-            self._spec, dtype=host.dtype, dims=tuple(Shape(dims)), encoding=host.spec.encoding,
-            align=host.spec.align, activations=host.spec.activations,
-        )  # fmt: skip
 
     def of(self, host: Weight | None) -> Shard:
         """Return the same part of another Weight."""
@@ -836,7 +831,8 @@ class Shard(Weight):
     def like(self, leaf: Any, name: str | None = None) -> Weight:
         """Return a plain Weight of the part."""
         new = super().like(leaf, name)
-        del vars(new)["host"], vars(new)["_host_spec"]
+        del vars(new)["host"]
+        vars(new).pop("_host_spec", None)
         return new
 
 
