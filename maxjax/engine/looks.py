@@ -21,8 +21,8 @@ from ..errors import UserInputError, some
 from ..graph import compile_cache
 from ..graph.kind import as_array
 from ..graph.operators import Operators
+from ..graph.placement.rows import DELETED, TRACED, array_row, state_of
 from ..graph.placement.strategy import ShardingStrategy
-from ..graph.weight.rows import DELETED, TRACED, array_row, state_of
 from ..graph.weight.stacked import StackedWeight
 from ..graph.weight.weight import Weight
 from ..graph.weights import FileWeights, WeightData

@@ -23,13 +23,14 @@ from ..rendering.row import Row, counted, short
 from .arguments import TraceArguments, used_arguments, with_arguments
 from .buffer import BufferValue
 from .kind import VALUES, computing_with
+from .placement.rows import array_row
 from .reroll import reroll
 from .shape import Shape
 from .subgraph import Subgraph, check_arguments, is_input
 from .symbolic import Scope, is_known, naming, sizes_of, to_sizes
 from .tensor_type import BufferType, TensorType, Type
 from .value import TensorValue, unwrap
-from .weight.rows import array_row, weight_row
+from .weight.rows import weight_row
 from .weight.running import RUNNING
 from .weight.weight import Weight
 from .weights.cursor import UnreadWeights

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from ...dtype import DType
 from ...errors import UserInputError, checked_integer
 from ...graph.placement.arrays import put
-from ...graph.weight.rows import foreign, total
+from ...graph.placement.rows import foreign, total
 from ...rendering.rendered import Rendered, summary
 from ...rendering.row import Row, bytes_text, counted
 from .kinds import KeysValues, Place, States

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...graph.weight.rows import total
+from ...graph.placement.rows import total
 from ...kernels import explicit
 from ...kernels.stack_slice import layer_of
 from ...rendering.rendered import Rendered, summary

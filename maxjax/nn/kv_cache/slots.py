@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...graph.weight.rows import foreign, total
+from ...graph.placement.rows import foreign, total
 from ...kernels import decode_attention, explicit
 from ...kernels.cache_write import write_tokens
 from ...kernels.int8_rows import quantised, restored

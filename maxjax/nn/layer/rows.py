@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...graph.placement.division import place_text
-from ...graph.weight.rows import PlacedRow, weight_row
+from ...graph.placement.rows import PlacedRow
+from ...graph.weight.rows import weight_row
 from ...rendering.rendered import Rendered, guarded
 from ...rendering.row import Row, bytes_text, counted, flat, fold, lines, merged, short
 
