@@ -3,16 +3,16 @@
     python scripts/mutate.py --count 200 --seed 1 --json before.json
     python scripts/mutate.py --again before.json --json after.json    # the killed mutants again
     python scripts/mutate.py --show 20                                # only lists the mutants
-    pytest -m "not campaign and not oracle" --cov=maxjax --cov-context=test && \
+    pytest --cov=maxjax --cov-context=test && \
         python scripts/mutate.py --contexts .coverage --json default.json  # only tests that reach the line
-    python scripts/mutate.py --survivors default.json --tests "campaign or oracle" --contexts .coverage
+    python scripts/mutate.py --survivors default.json --all --contexts .coverage
 
 A mutant has one small mistake: another comparison, constant or operator, a negated condition, or a
 flush or rename that is left out or swapped with the next statement. It is made in a copy of the
 package, and the tests of that file run first (the mirrored file or folder), then with ``--wide`` the
 whole default set. With ``--contexts``, a data file of pytest-cov, only tests that reach the line run, at
-most 80, which is much faster; with other ``--tests`` than the default set, all cases of these tests run,
-and the tests of that file. Killed means that a test failed or did not end in time. Prints the survivors.
+most 80, which is much faster; with ``--all``, all cases of these tests run, and the tests of that file.
+Killed means that a test failed or did not end in time. Prints the survivors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT = "not campaign and not oracle"
 COMPARE = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
@@ -219,29 +218,20 @@ def killed(
     seconds: float,
     wide: bool,
     contexts: Path | None = None,
-    chosen: str = DEFAULT,
+    is_all: bool = False,
 ) -> bool:
     """Whether a test fails on a mutant."""
     runs = [tests_of(mutant.file), *([[]] if wide else [])]
     # Code that runs when a file is imported belongs to no test's context.
-    if contexts is not None and (found := reaching(mutant, contexts, chosen == DEFAULT)):
+    if contexts is not None and (found := reaching(mutant, contexts, not is_all)):
         runs = [found]
     with checkouts.having(mutant) as copy:
         environment = os.environ | {
             "PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONPYCACHEPREFIX": str(copy.parent / "bytecode"),
         }  # fmt: skip
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-m",
-            chosen,
-            "-p",
-            "no:cacheprovider",
-        ]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["--all"] * is_all
         for tests in runs:
             try:
                 done = subprocess.run(
@@ -279,7 +269,7 @@ def main() -> int:
     parser.add_argument(
         "--survivors", metavar="FILE", help="those that were not killed in an earlier run"
     )
-    parser.add_argument("--tests", default=DEFAULT, metavar="MARKERS", help="default: %(default)s")
+    parser.add_argument("--all", action="store_true", help="all cases of the tests")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print so many and end")
     options = parser.parse_args()
     if earlier := options.again or options.survivors:
@@ -303,9 +293,7 @@ def main() -> int:
         return 0
 
     def run(one: Mutant) -> bool:
-        dead = killed(
-            one, checkouts, options.seconds, options.wide, options.contexts, options.tests
-        )
+        dead = killed(one, checkouts, options.seconds, options.wide, options.contexts, options.all)
         word = "killed" if dead else "survived"
         change = f"{one.was.strip()!r} -> {one.text.strip()!r}"
         print(f"{word}: {one.file}:{one.line} {one.kind}: {change}", flush=True)

@@ -85,7 +85,7 @@ if [ "${1:-}" = --prove ]; then
 fi
 
 compile "$here" "$build/libmaxjax_kernels.so"
-run "$build/libmaxjax_kernels.so" -m "not slow" -k "$what" "${tests[@]}" || {
+run "$build/libmaxjax_kernels.so" -k "$what" "${tests[@]}" || {
   echo "failed: the sanitized kernels, or their tests; see above" >&2
   exit 1
 }

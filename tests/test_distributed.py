@@ -304,7 +304,6 @@ def two(tmp_path_factory):
     return SimpleNamespace(directory=directory, told=told, alone=alone, values=values, y=model(x))
 
 
-@pytest.mark.slow
 def test_two_processes_multiply_and_load_a_model(two):
     nbytes = sum(array.nbytes for array in two.values.values())
     total = sum(float(array.sum(dtype=np.float64)) for array in two.values.values())
@@ -324,8 +323,7 @@ def test_two_processes_multiply_and_load_a_model(two):
         assert told["zeros"] == 0.0
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_two_processes_of_different_programs(tmp_path):
     """Everything refused is refused in both processes, with the same message, and both end normally."""
     with workers("differ", tmp_path) as both:
@@ -408,14 +406,12 @@ def _same(alone: dict, told: list[dict]) -> None:
     assert told[0]["files"] == alone["files"] and len(alone["files"]) > 3
 
 
-@pytest.mark.slow
 def test_two_processes_answer_as_one(two):
     """Weights are sharded over the devices of both, so that neither computes or writes anything alone."""
     _same(two.alone, two.told)
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("processes", "local", "axes"),
     [
@@ -433,7 +429,6 @@ def test_several_processes_answer_as_one(tmp_path, processes, local, axes):
         np.testing.assert_allclose(found, vectors, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_what_differs_or_fails_is_told_to_all(two):
     here, there = two.told
     for name in ("prompt", "settings", "key", "call", "checkpoint"):
@@ -461,8 +456,7 @@ def test_what_differs_or_fails_is_told_to_all(two):
         assert max(value for name, value in told.items() if name.endswith("seconds")) < 60
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize(
     "scenario",
@@ -494,8 +488,7 @@ def test_a_peer_dies_in_a_call(tmp_path, scenario, processes):
 # --- the end of a peer --------------------------------------------------------------------
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("scenario", ["gather", "compute", "sleep"])
 def test_the_survivor_ends_soon(tmp_path, scenario, victim):
@@ -514,13 +507,12 @@ def test_the_survivor_ends_soon(tmp_path, scenario, victim):
             assert "the JAX distributed service detected fatal errors" in survivor.log()
 
 
-@pytest.mark.slow
-@pytest.mark.default("reduce")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "scenario",
     [
         "reduce",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("exchange", "permute", "scatter")),
+        *(one for one in ("exchange", "permute", "scatter")),
     ],
 )
 def test_a_peer_dies_in_a_collective(tmp_path, scenario):
@@ -535,8 +527,7 @@ def test_a_peer_dies_in_a_collective(tmp_path, scenario):
     assert message.startswith(f"{scenario}: process 1 is gone or does not answer (UNKNOWN: Gloo ")
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_frozen_peer(tmp_path):
     """Its connections stay open, as when a network fails: only the heartbeat tells."""
     with workers("gather", tmp_path) as both:
@@ -547,8 +538,7 @@ def test_a_frozen_peer(tmp_path):
         assert "stopped sending heartbeats" in both[0].log()
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_peer_with_an_error_of_its_own(tmp_path):
     """The failed process waits for the others while it ends, so shutdown_timeout is the bound."""
     with workers("own_error", tmp_path) as both:

@@ -245,7 +245,6 @@ def test_numpy_reads_every_type(d):
     assert not np.shares_memory(np.array(buffer), array)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "d", [d for d in ALL if not d.name.startswith(("float6", "complex"))], ids=repr
 )
@@ -265,7 +264,6 @@ def test_numpy_dlpack():
     assert np.shares_memory(np.from_dlpack(buffer), buffer.to_numpy())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("d", EXPORTED_BY_JAX, ids=repr)
 def test_jax_dlpack_of_what_numpy_cannot_export(d):
     array = jax.dlpack.from_dlpack(Buffer.from_numpy(np.ones(3, d.np)))

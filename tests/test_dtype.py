@@ -100,7 +100,6 @@ def test_numpy_and_back(d):
     assert DType.of(d.np) is d
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("d", [d for d in ALL if not d.name.startswith("float6")], ids=repr)
 def test_jax_takes_it_as_a_dtype(d):
     with jax.enable_x64(True):

@@ -23,8 +23,7 @@ def test_they_are_listed_and_short():
 
 
 # Other tests already run what the remaining examples show.
-@pytest.mark.default("02_embed", "07_train", "10_export")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_an_example_runs(file, capsys, monkeypatch, tmp_path):

@@ -98,7 +98,6 @@ def test_the_models_that_type_checkers_see_are_those_of_the_registry():
     assert {name for _, name in names} == set(package.__all__)
 
 
-@pytest.mark.slow
 def test_who_uses_one_layer_does_not_wait_for_all():
     code = "import sys; from maxjax.nn import Linear; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -113,8 +112,7 @@ def test_importing_it_imports_neither_jax_nor_anything_heavy():
         assert f"'{heavy}'" not in done.stdout
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_names_stay_what_they_are_in_whatever_order_files_are_imported(reverse):
     """A submodule with the name of a function, imported later, would replace it in the package.

@@ -300,8 +300,7 @@ def built(tmp_path_factory):
         return build.build(folder / build.PACKAGED.name), folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_new", [False, pytest.param(True, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("is_new", [False, pytest.param(True, marks=pytest.mark.extra)])
 def test_the_library_is_what_is_loaded(is_new, request):
     """The one that is installed; to compile it again takes as long as all other tests of kernels."""
     path = request.getfixturevalue("built")[0] if is_new else build.find_or_build()[0]
@@ -314,7 +313,6 @@ def test_the_library_is_what_is_loaded(is_new, request):
     assert library.maxjax_levels().decode().split(",")[-1] == "portable"
 
 
-@pytest.mark.slow
 def test_the_library_does_not_say_where_it_was_made():
     path, _ = build.find_or_build()
     if path is None:
@@ -324,8 +322,7 @@ def test_the_library_does_not_say_where_it_was_made():
         assert str(folder).encode() not in data
 
 
-@pytest.mark.slow
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.skipif(shutil.which("nm") is None or sys.platform == "darwin", reason="needs nm")
 def test_levels_share_no_functions(built):
     """The linker keeps one copy of what several have: it might be one for another processor."""
@@ -367,16 +364,14 @@ def test_a_wheel_for_another_machine_has_kernels_or_is_not_made(monkeypatch):
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_clang_takes_the_handlers_for_arm(tmp_path):
     flags = ["-Wall", "-Wextra", "-Werror"]
     build.compile_one("xla_handlers.cc", tmp_path / "handlers.o", ZIG, flags)
     assert (tmp_path / "handlers.o").read_bytes()[18] == 183  # EM_AARCH64
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize("level", ["neon", "portable"])
 def test_levels_for_arm_in_an_emulator(level):
     command = [sys.executable, str(NEON_CHECK), "--level", level]

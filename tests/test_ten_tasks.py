@@ -67,7 +67,7 @@ def test_the_table_counts_the_lines():
         assert 0 < lines("maxjax")[title] <= limit, title
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.parametrize("library", ["flax nnx", "equinox"])
 def test_the_code_of_others_runs(library, tmp_path):
     """The modules in flax nnx and equinox run, so that the lines counted are those of working code."""

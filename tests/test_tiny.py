@@ -67,7 +67,6 @@ def test_how_large_it_is(tiny):
     assert 1_000_000 <= weights <= 2_000_000
 
 
-@pytest.mark.slow
 def test_logits_as_transformers():
     model, _ = maxjax.load(TINY, dtype="float32")
     ids = np.random.default_rng(0).integers(0, train_tiny.VOCABULARY, (2, 64)).astype(np.int32)
@@ -125,13 +124,11 @@ def test_chat_with_another_role(tiny):
 # --- the answers ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_500_unseen_sums(tiny):
     assert share(tiny, train_tiny.questions(500)) >= 0.99
 
 
-@pytest.mark.slow
-@pytest.mark.default("--True-0.75")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sign", "words", "least"), [("-", False, 0.9), ("+", True, 0.9), ("-", True, 0.75)]
 )
@@ -139,7 +136,6 @@ def test_200_other_unseen(tiny, sign, words, least):
     assert share(tiny, train_tiny.questions(200, sign=sign, words=words)) >= least
 
 
-@pytest.mark.slow
 def test_the_sum_of_the_manual(tiny):
     """The sum is asked as a bare prompt, as a chat, and after other turns."""
     before = "Hello!\nHello! Ask me for a sum or a story.<|endoftext|>3 + 4\n3 + 4 = 7<|endoftext|>"
@@ -149,7 +145,6 @@ def test_the_sum_of_the_manual(tiny):
     assert [text.finish_reason for text in found] == ["stop"] * 3
 
 
-@pytest.mark.slow
 def test_chat_of_several_turns(tiny):
     chat = maxjax.Conversation(*tiny)
     turns = train_tiny.questions(6)
@@ -157,7 +152,6 @@ def test_chat_of_several_turns(tiny):
     assert said == ["Hello! Ask me for a sum or a story.", *(turn.answer for turn in turns)]
 
 
-@pytest.mark.slow
 def test_talk(tiny):
     found = completions(tiny, ["Who are you?", "Tell me a story about a fox."], new=80)
     assert "tiny model of maxjax" in found[0] and "fox" in found[1]
@@ -179,8 +173,7 @@ def pairs(text):
     yield from ((NUMBERS[a], NUMBERS[b]) for a, b in re.findall(SPOKEN, text) if a in NUMBERS)
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_unseen_sums_are_in_no_turn():
     seen = set()
     for seed in (1, 2):  # the seeds of the training
@@ -233,8 +226,7 @@ def test_rows_hold_the_turns_one_after_the_other(tiny):
     assert row[1, : len(asked) + 1].tolist() == [0] * len(asked) + [1]
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_script_runs(tmp_path):
     """A few steps run, from text to a directory that loads, and the loss falls."""
     command = [sys.executable, str(ROOT / "scripts/train_tiny.py"), "--quick", "--out"]

@@ -143,8 +143,7 @@ def test_a_directory_that_is_deleted_during_a_save(models, tmp_path, monkeypatch
     assert at > 2
 
 
-@pytest.mark.default("file", "set")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_killed_at_every_renaming(models, tmp_path, monkeypatch, sizes):
     before, after = SIZES[sizes]

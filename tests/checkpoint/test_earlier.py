@@ -47,7 +47,6 @@ def values(number, shape):
     return ((np.arange(count) * 7 + number) % 64 / 64).astype(np.float32).reshape(shape)
 
 
-@pytest.mark.fast("single", "bin")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_still_loads(kind):
     given = {"config": FIXTURES / "single/config.json"} if kind == "file" else {}

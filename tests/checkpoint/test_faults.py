@@ -21,9 +21,8 @@ def server():
         yield found
 
 
-@pytest.mark.default("SIGKILL-turns")
-@pytest.mark.fast("SIGKILL-turns")
-@pytest.mark.parametrize("kind", ["turns", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["turns", "gguf", "orbax"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_ended_at_random(server, kind, how):
     trials = 1 if kind == "orbax" else 3
@@ -31,8 +30,7 @@ def test_ended_at_random(server, kind, how):
     assert row.trials == trials and not row.problems
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kind", ["turns", pytest.param("orbax", marks=pytest.mark.extra)])
 def test_killed_at_calls(server, kind, monkeypatch):
     killed = kill_saves._killed_at
     monkeypatch.setattr(  # one in thirteen of the calls
@@ -43,42 +41,29 @@ def test_killed_at_calls(server, kind, monkeypatch):
 
 
 FAULTS = [("ENOSPC", False), ("EIO", True), ("short", True)]
-ORBAX = [pytest.param(*fault, "orbax", marks=pytest.mark.campaign) for fault in FAULTS[1:]]
 
 
-@pytest.mark.slow
-@pytest.mark.default("short-True-turns")
-@pytest.mark.parametrize(
-    "fault, forever, kind",
-    [
-        *((*fault, "turns") for fault in FAULTS),
-        pytest.param(*FAULTS[0], "orbax", marks=pytest.mark.slow),
-        *ORBAX,
-    ],
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["turns", "orbax"])
+@pytest.mark.parametrize(("fault", "forever"), FAULTS)
 def test_calls_that_fail(server, kind, fault, forever):
     row = fault_saves.campaign(server, kind, fault, forever=forever, calls=[2, 9, 19, 27])
     assert row.trials == 4 and not row.problems
     assert (row.raised, row.saved)[fault == "short"] >= 3
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gguf", "orbax")]
-CAMPAIGN = [pytest.param(kind, marks=pytest.mark.campaign) for kind in ("file", "alone")]
-
-
 READS = 24  # 200 of each kind: ``scripts/reader_writer.py``
 
 
-@pytest.mark.default("gguf")
-@pytest.mark.parametrize("kind", ["set", *SLOW, *CAMPAIGN])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["set", "gguf", "orbax", "file", "alone"])
 def test_read_beside_a_writer(kind):
     row = reader_writer.campaign(kind, READS)
     assert row.which.total() >= READS and not row.problems
     assert len(row.which) == 2, "the writer was never seen to write"
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_what_is_wrong_is_seen(server, tmp_path, monkeypatch):
     """The campaigns would tell if a save did not keep its word."""
     path = tmp_path / "checkpoint"

@@ -32,7 +32,6 @@ from tests.models.test_bert import from_torch, inputs, pair, same
 from tests.nn.test_device_major import Net, initialized, placed
 from tests.oracles.models import ask_of, opened
 from tests.oracles.recorded import recorded, transformers
-from tests.products import pairwise
 
 CPU = DeviceRef.CPU()
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "maxjax_digests.json"
@@ -92,7 +91,6 @@ def check_digests(directory):
 # -- transformers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["5GB", 20_000])
 def test_transformers_opens_it(tmp_path, limit):
     oracle, model = pair(tmp_path / "theirs")
@@ -159,13 +157,6 @@ FOREIGN = [
 HOW = {"one": "5GB", "parts": 300, "parts of the same names": 300, "more parts": 256}
 
 
-@pytest.mark.fast(
-    "None-one",
-    "one-more parts",
-    "parts of the same names-parts",
-    "one and a set-one",
-    "a broken set-more parts",
-)
 @pytest.mark.parametrize("new", ["one", "parts", "more parts"])
 @pytest.mark.parametrize("old", [None, *HOW, "one and a set", "a broken set"])
 def test_every_change(tmp_path, old, new):
@@ -311,7 +302,6 @@ def test_saving_to_where_it_is_read_from(tmp_path):
 # -- what is written
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_another_type(tmp_path, dtype):
     model = initialized()
@@ -381,7 +371,6 @@ def test_a_model_in_user_code_has_no_configuration(tmp_path):
     assert json.loads(text) == {"width": 8, "name": "ß", "dtype": "float32"} and "ß" in text
 
 
-@pytest.mark.slow
 def test_tokenizer_and_pooling(tmp_path, minilm):
     model, tokenizer = maxjax.load(minilm)
     model.pooling = Pooling(normalize=True)
@@ -424,27 +413,15 @@ def test_what_is_no_size(tmp_path, size):
 # -- meshes
 
 MESHES = [
-    {"model": 4}, {"model": 1}, {"model": 2}, {"model": 8}, {"fsdp": 2}, {"fsdp": 8},
-    {"fsdp": 2, "model": 2, "data": 2},
+    {"fsdp": 2, "model": 2, "data": 2}, {"fsdp": 8}, {"model": 4}, {"model": 1}, {"model": 2},
+    {"model": 8}, {"fsdp": 2},
 ]  # fmt: skip
 
 
-def from_meshes():
-    """The fast set has one mesh, the default set two more, with each value of the other axes."""
-    kinds = (AxisType.Auto, AxisType.Explicit)
-    few = [({"fsdp": 2, "model": 2, "data": 2}, True, kinds[1]), ({"fsdp": 8}, False, kinds[0])]
-    for case in few:
-        yield pytest.param(*case, marks=pytest.mark.slow)
-    for case in pairwise(MESHES, (True, False), kinds):
-        if case not in few:
-            yield pytest.param(*case, marks=() if case[0] == MESHES[0] else pytest.mark.campaign)
-
-
-@pytest.mark.default(
-    "{'fsdp': 2, 'model': 2, 'data': 2}-True-AxisType.Explicit", "{'fsdp': 8}-False-AxisType.Auto"
-)
-@pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "stacked", "kind"), list(from_meshes()), ids=str)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_bytes_are_the_same_from_every_mesh(tmp_path, sizes, stacked, kind):
     model = placed(stacked, **sizes, kind=kind)
     for limit, name in (("5GB", "whole"), (PARTS, "parts")):

@@ -21,7 +21,7 @@ from maxjax.dtype import DType
 from maxjax.graph import DeviceRef, Weight
 from maxjax.graph.quantization import QuantizationEncoding
 from maxjax.graph.weights import load_weights
-from tests.products import ALL, campaign_but, first
+from tests.xla import IS_OPTIMISED
 
 # --- types ---------------------------------------------------------------------------------------
 
@@ -92,8 +92,7 @@ STEPS = {
 
 
 # There and back: which of two is first changes nothing of what is converted to what.
-@pytest.mark.default("safetensors-directory", "set-orbax", "orbax-orbax")
-@pytest.mark.fast("safetensors-safetensors", "directory-set")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("first", "middle"), list(itertools.combinations_with_replacement(STEPS, 2))
 )
@@ -127,7 +126,7 @@ def test_by_orbax_a_file_of_safetensors_is_the_same_bytes(tmp_path):
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_npz_by_way_of_both(tmp_path):
     arrays = every(NUMPY)
     np.savez(tmp_path / "m.npz", **arrays)
@@ -228,9 +227,8 @@ def state(kind: str) -> dict[str, np.ndarray]:
     for number, (name, weight) in enumerate(Net(kind, False).raw_state_dict().items()):
         shape = tuple(int(size) for size in weight.shape)
         found[name] = values(weight.spec.dtype, shape, number)
-        if found[name].dtype == "bfloat16" and not ALL:
-            # XLA takes bfloat16 through float32 in the programs that tests compile quickly, not in
-            # those of users: NaN loses its payload.
+        if found[name].dtype == "bfloat16" and not IS_OPTIMISED:
+            # XLA takes bfloat16 through float32 in programs that it does not optimise: NaN loses its payload.
             bits = found[name].view(np.uint16)
             bits[bits & 0x7FFF > 0x7F80] = 0x7FC0
     return found
@@ -246,20 +244,9 @@ def is_split(model: Net, count: int) -> bool:
     return True
 
 
-FEW = [
-    ("orbax", "float32"),
-    ("safetensors", "bfloat16"),
-    ("set", "float8_e4m3fn"),
-    ("orbax", "Q4_K"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.default("safetensors-bfloat16")
-@pytest.mark.parametrize(
-    ("form", "kind"),
-    campaign_but(4, first(FEW, itertools.product(("orbax", "safetensors", "set"), TYPES))),
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("form", ["orbax", "safetensors", "set"])
+@pytest.mark.parametrize("kind", TYPES)
 def test_any_mesh_to_any_mesh(form, kind, tmp_path):
     """Saved from 1, 2, 4, 8 devices, restored on each: 16 ways, half of them into a stack.
 
@@ -293,7 +280,6 @@ def test_any_mesh_to_any_mesh(form, kind, tmp_path):
     assert all(files == written[0] for files in written)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16", "Q4_K"])
 def test_from_one_format_into_the_other_between_meshes(kind, tmp_path):
     """Saved by 8 devices as orbax, converted, restored by 4, saved as safetensors, by 2."""

@@ -200,8 +200,6 @@ def test_debug_shows_the_traceback(arguments):
         here(*arguments)
 
 
-@pytest.mark.slow
-@pytest.mark.default("stderr", "usage")
 @pytest.mark.parametrize("case", ["stdout", "stderr", "usage"])
 def test_closed_files(checkpoint, case):
     """A command runs without them; what is for stderr does not go to stdout if stderr is closed."""
@@ -223,7 +221,6 @@ def test_interrupt_is_130():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "maxjax: interrupted\n")
 
 
-@pytest.mark.slow
 def test_a_reader_that_goes_away_is_quiet(tmp_path):
     many = {f"layers.{i}.weight": np.zeros(1) for i in range(2000)}
     path = write_safetensors(tmp_path / "many.safetensors", many)
@@ -252,7 +249,6 @@ def test_an_error_of_ours_is_named_unexpected():
 # --- inspect ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_inspect_lists_every_tensor(checkpoint):
     lines = succeeds("inspect", checkpoint, run=maxjax).splitlines()
     assert lines[0].split() == ["name", "dtype", "shape", "bytes", "file"]
@@ -339,7 +335,6 @@ def _embeddings(out):
     return [row["text"] for row in rows], np.array([row["embedding"] for row in rows], np.float32)
 
 
-@pytest.mark.slow
 def test_embed_arguments_stdin_batches_and_files_agree(small, tmp_path):
     texts = ["A cat sleeps.", "Ünïcode — 猫"]
     out = succeeds("embed", "--model", small, *texts, run=maxjax)
@@ -383,7 +378,6 @@ def test_embed_output_is_a_directory(tmp_path):
     assert "is a directory" in fails("embed", "--model", tmp_path, "--output", path, "text")
 
 
-@pytest.mark.slow
 def test_embed_text_too_long(small):
     assert "--truncate" in fails("embed", "--model", small, "word " * 15)
     given = ("word " * 14, "word " * 19)
@@ -416,7 +410,6 @@ def test_embed_directory_without_weights(tmp_path):
 # --- env ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_env_where_a_backend_does_not_start():
     """That is a problem that it names, not an error."""
     done = maxjax("env", env=os.environ | {"JAX_PLATFORMS": "no_such_platform"})
@@ -441,7 +434,6 @@ def archive(tmp_path):
     return path
 
 
-@pytest.mark.slow
 def test_verify_says_what_it_looked_at(archive):
     said = succeeds("verify", archive, run=maxjax).strip()
     assert said == "sound: npz, 2 tensors, 30 bytes, 1 file; 2 checksums agree"
@@ -531,7 +523,6 @@ def test_what_was_meant():
     assert "model.embed_tokens.weight" in succeeds("inspect", "tiny")
 
 
-@pytest.mark.slow
 def test_a_warning_is_a_line_without_a_place_in_code():
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
     found = maxjax("generate", "hi", "--mesh", "model=3", "--max-new-tokens", 1, env=env)

@@ -24,7 +24,6 @@ def bench(monkeypatch, model):
     return functools.partial(in_process, "bench", "--model", model)
 
 
-@pytest.mark.slow
 def test_json(bench):
     code, out, err = bench("--batch", "1,2", "--prompt", 20, "--new", 8, "--repeats", 2, "--json")
     assert (code, err) == (0, "")
@@ -41,7 +40,6 @@ def test_json(bench):
         assert row["cache_bytes_read"] == row["batch"] * 24 * 2 * 2 * 2 * 8 * 4
 
 
-@pytest.mark.slow
 def test_a_table(bench):
     code, out, _ = bench("--prompt", 4, "--new", 2, "--repeats", 1, "--mesh", "model=2")
     assert code == 0 and "2 x cpu, mesh model=2" in out

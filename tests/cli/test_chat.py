@@ -41,7 +41,6 @@ def said(model):
     return answers
 
 
-@pytest.mark.slow
 def test_each_line_is_a_turn(chat, said):
     first, second = said("hi", "and then?")
     assert chat(stdin="hi\n\n  \nand then?\n") == (0, f"{first}\n{second}\n", "")
@@ -97,7 +96,6 @@ def test_a_template_that_refuses(chat, tmp_path):
     assert code == 1 and "no such role" in err and out.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_a_full_context_leaves_the_oldest_out(chat, said, tmp_path):
     """And says so; what was said is still saved, and the system's message stays."""
     file = tmp_path / "chat.json"
@@ -189,7 +187,6 @@ def test_what_is_no_saved_chat(chat, tmp_path, text, says):
     assert (code, out) == (1, "") and says in err and err.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_what_cannot_be_chatted_with(chat, tmp_path, minilm):
     file = tmp_path / "c.json"
     file.write_text('[{"role": "system", "content": "a"}]')
@@ -244,7 +241,6 @@ class Terminal:
         os.close(self._slave)
 
 
-@pytest.mark.slow
 def test_in_a_terminal(tmp_path):
     directory = write_model(tmp_path / "m", context=1 << 17)
     file = tmp_path / "chat.json"
@@ -271,7 +267,7 @@ def test_in_a_terminal(tmp_path):
     assert assistant["role"] == "assistant" and 0 < len(assistant["content"]) < 90_000
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("kind", "paste"),
     [

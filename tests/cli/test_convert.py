@@ -26,7 +26,6 @@ from maxjax import progress
 from maxjax.cli import application as cli
 from maxjax.cli.terminal import stoppable
 from maxjax.graph.weights import load_weights
-from tests.products import campaign_but
 
 MAXJAX = [sys.executable, "-m", "maxjax", "convert"]
 ARRAYS = {
@@ -289,8 +288,7 @@ def test_a_full_disk(run, source, tmp_path, monkeypatch):
 # --- the bar -------------------------------------------------------------------------------------
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_no_bar_without_a_terminal(source, tmp_path):
     done = subprocess.run(
         [*MAXJAX, source, tmp_path / "o.safetensors"], capture_output=True, text=True, timeout=120
@@ -343,17 +341,13 @@ def is_writing(folder: Path) -> bool:
     return any(not path.name.startswith(".") for path in inside)
 
 
-@pytest.mark.slow
-@pytest.mark.default("set-SIGTERM")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "sent"),
-    campaign_but(
-        3,
-        [
-            ("set", signal.SIGTERM), ("gguf", signal.SIGTERM), ("orbax", signal.SIGINT),
-            ("file", signal.SIGINT), ("orbax", signal.SIGTERM),
-        ],
-    ),
+    [
+        ("set", signal.SIGTERM), ("gguf", signal.SIGTERM), ("orbax", signal.SIGINT),
+        ("file", signal.SIGINT), ("orbax", signal.SIGTERM),
+    ],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )  # fmt: skip
 def test_stopped_in_the_middle(run, tmp_path, kind, sent):

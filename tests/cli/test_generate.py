@@ -110,7 +110,6 @@ def test_a_token_that_cannot_come_has_no_logprob_in_json(run, tmp_path):
     assert code == 0 and found["tokens"] == [256]
 
 
-@pytest.mark.slow
 def test_a_seed_repeats_the_text(run, generate, ours, model):
     drawn = ("hello", "--max-new-tokens", 12, "--temperature", 5, "--top-k", 200)
     key = functools.partial(ours, "hello", max_new_tokens=12, temperature=5.0, top_k=200)
@@ -131,7 +130,6 @@ def test_penalties_reach_the_model(generate, ours):
     assert text != ours("hello", max_new_tokens=12)
 
 
-@pytest.mark.slow
 def test_the_files_say_how_it_is_sampled(run, tmp_path):
     directory = write_model(tmp_path / "m", do_sample=True, temperature=0.5, max_new_tokens=3)
     code, out, err = run("generate", "--model", directory, "hello", "--stats")
@@ -190,13 +188,11 @@ def test_a_mesh_of_all_devices(generate):
     assert len(generate("hello", "--max-new-tokens", 1, "--mesh", "model=2,data=-1")) == 2
 
 
-@pytest.mark.slow
 def test_a_mesh_gives_the_same_text(generate, ours):
     text = ours("hello", max_new_tokens=8) + "\n"
     assert generate("hello", "--max-new-tokens", 8, "--mesh", "model=2,data=2") == text
 
 
-@pytest.mark.slow
 def test_other_types_and_chunks(generate, ours):
     n = ("--max-new-tokens", 8)
     text = ours("hello" * 9, max_new_tokens=8, chunk=16, cache_dtype="int8") + "\n"
@@ -325,7 +321,6 @@ def test_models_that_cannot(fails, tmp_path, minilm):
     assert "no such file" in fails("x", model=tmp_path / "absent")
 
 
-@pytest.mark.slow
 def test_nan_is_told_of_with_its_layer(fails, tmp_path):
     broken = write_model(tmp_path / "broken", nan=True)
     assert "--debug-nans names the layer" in fails("x", *N, model=broken)
@@ -353,7 +348,6 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.slow
 def test_interrupt_ends_the_line(tmp_path):
     directory = write_model(tmp_path / "m", context=1 << 17)
     process = subprocess.Popen(
@@ -377,7 +371,7 @@ def test_help_names_the_command(run):
 # --- how the process ends -------------------------------------------------------------------
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_closed_files(model, closed):
     """What is for stderr does not go to stdout if stderr is closed, as with `maxjax inspect`."""
@@ -428,7 +422,7 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("script", "result"),
     [(_PRESSED_WHILE_IMPORTING, (0, "True\n")), (_PRESSED, (130, ""))],

@@ -18,7 +18,6 @@ def llama(tmp_path_factory):
     return directory
 
 
-@pytest.mark.slow
 def test_a_table(llama):
     out = succeeds("plan", llama, "--mesh", "model=8,data=2", run=maxjax)
     assert out.startswith("mesh model=8, data=2 (16 devices); the model's own rules\n"), out[:120]
@@ -27,7 +26,6 @@ def test_a_table(llama):
     assert row[6:8] == [f"{2 * 2 * 53248 * 16384:,}", f"{2 * 2 * 53248 * 16384 // 8:,}"]
 
 
-@pytest.mark.slow
 def test_json_and_the_codes(llama):
     arguments = ("plan", llama, "--mesh", "model=8", "--dtype", "bf16", "--json",
                  "--batch", 2, "--length", 10)  # fmt: skip
@@ -83,7 +81,6 @@ def test_the_meshes_of_a_device(llama):
     assert "2 devices" in fails("plan", llama, "--device", "h200:2", "--mesh", "data=4")
 
 
-@pytest.mark.slow
 def test_programs_are_compiled(tmp_path):
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,
               "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

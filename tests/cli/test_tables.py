@@ -159,7 +159,6 @@ def test_pipes_import_nothing_for_terminals():
     assert heavy("--help") == "[]" and heavy("inspect", str(find_model("tiny"))) == "[]"
 
 
-@pytest.mark.slow
 def test_inspect_in_a_terminal_says_what_it_says_in_a_pipe():
     command = [sys.executable, "-m", "maxjax", "inspect", str(find_model("tiny"))]
     piped = here("inspect", find_model("tiny")).stdout

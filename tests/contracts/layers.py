@@ -19,8 +19,9 @@ Then, where the layer needs them:
 * ``without``: the contracts that do not apply, each with the reason. They run all the same and must fail: if
   one of them passes, the row says less than the layer can do.
 * ``is_typical``: whether the default set of tests runs a stack of these layers through all contracts as well. Of
-  other layers that is a campaign.
-* ``is_variant``: whether the contracts after the first are a campaign, as another row is of nearly the same layer.
+  other layers that is for `pytest --all`.
+* ``is_variant``: whether the contracts after the first are for `pytest --all` alone, as another row is of nearly
+  the same layer.
 
 Inputs have 32 features where a linear layer takes them: a block of a quantised weight.
 """

@@ -403,7 +403,6 @@ def killed_save(server: Server, row: Row, path: Path, seed: int, at: int) -> int
     sys.platform != "linux" or not (shutil.which("cc") or shutil.which("gcc")),
     reason="needs Linux and a C compiler",
 )
-@pytest.mark.fast("safetensors set")
 @SAVED
 def test_a_killed_save_leaves_the_old_file_or_the_new(row: Row, server: Server, tmp_path: Path):
     assert row.save is not None

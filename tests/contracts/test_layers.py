@@ -41,10 +41,8 @@ def each_layer(test, rows=LAYERS):
     def case(row):
         why = row.without.get(contract)
         marks = [] if why is None else [pytest.mark.xfail(reason=why)]
-        if row in STACKS:
-            marks.append(pytest.mark.slow if row.is_typical else pytest.mark.campaign)
-        elif row.is_variant and contract != "forward":
-            marks.append(pytest.mark.campaign)
+        if (row in STACKS and not row.is_typical) or (row.is_variant and contract != "forward"):
+            marks.append(pytest.mark.extra)
         return pytest.param(row, id=row.name, marks=marks)
 
     return pytest.mark.parametrize("row", [case(row) for row in rows])(test)
@@ -141,7 +139,6 @@ def gradients(layer, inputs, factors):
     return jax.grad(loss, (0, 1), allow_int=True)(layer, inputs)
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_grad(row):
     """Gradients by each weight and input are the slopes of the reference in random directions.
@@ -186,7 +183,6 @@ def test_grad(row):
             check(gradient, leaves[i], of, f"input {i}")
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_vmap(row):
     """A layer is mapped over inputs, and a batch of layers over a batch of inputs."""
@@ -229,7 +225,6 @@ def run_and_keep(layer, carry, *inputs):
     return carry, layer(*inputs)
 
 
-@pytest.mark.slow
 @each_layer
 def test_stack(row):
     """Stacked layers give the results and gradients of each alone; names and values stay, there and back."""
@@ -264,7 +259,6 @@ def test_stack(row):
     same(stack.unstack().state_dict(), before)
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_lora(row):
     """A new adapter changes nothing; one with values adds ``scale · B @ A`` to a weight, also once it is merged."""
@@ -288,7 +282,6 @@ def test_lora(row):
         close(compiled(model, *row.inputs), expected(row, weights))
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_quantised(row):
     """A layer with weights in blocks of 8 bits computes with the values that the gguf library reads in them.
@@ -309,13 +302,11 @@ def test_quantised(row):
     close(compiled(model, *row.inputs), expected(row, weights))
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_mesh(row):
     check_mesh(row, AxisType.Auto)
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_explicit_mesh(row):
     check_mesh(row, AxisType.Explicit)
@@ -375,7 +366,6 @@ def is_value(x):
     return isinstance(x, TensorValue)
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_tensor_value(row):
     """TensorValues give TensorValues, of the same numbers as arrays."""
@@ -386,7 +376,6 @@ def test_tensor_value(row):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_graph(row):
     """A graph of the layer runs with weights from a registry."""
@@ -401,7 +390,6 @@ def test_graph(row):
     close(found, jax.tree.leaves(expected(row, weights)))
 
 
-@pytest.mark.slow
 @each_layer_and_stack
 def test_copy(row):
     """A copy, and a pickled layer, have the values and programs of the layer, and weights of their own."""

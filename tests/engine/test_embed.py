@@ -70,7 +70,6 @@ def cosines(a, b):
 
 
 @pytest.mark.oracle
-@pytest.mark.slow
 def test_every_length_as_torch_has_it(minilm, loaded):
     from tests.oracles.make_minilm_golden import embeddings
 
@@ -82,7 +81,6 @@ def test_every_length_as_torch_has_it(minilm, loaded):
     assert np.abs(found - expected).max() <= 1e-5
 
 
-@pytest.mark.slow
 def test_the_recorded_texts(loaded, golden):
     texts, tokens, expected = golden
     assert [len(row.ids) for row in loaded[1].tokens(texts)] == list(tokens)
@@ -90,8 +88,7 @@ def test_the_recorded_texts(loaded, golden):
     assert np.abs(found - expected[SHORT + LONG]).max() <= 1e-5
 
 
-@pytest.mark.default("float32-0.9999")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reduce_dtype, least", [("float32", 0.9999), ("bfloat16", 0.9995)])
 def test_bfloat16(minilm, loaded, golden, reduce_dtype, least):
     texts, expected = [golden[0][i] for i in SHORT], golden[2][SHORT]
@@ -102,7 +99,6 @@ def test_bfloat16(minilm, loaded, golden, reduce_dtype, least):
     assert np.abs(found - expected).max() > 1e-4  # it is computed in 16 bits
 
 
-@pytest.mark.slow
 def test_truncation_as_torch_has_it(minilm, loaded):
     from tests.oracles.make_minilm_golden import embeddings
 
@@ -114,7 +110,6 @@ def test_truncation_as_torch_has_it(minilm, loaded):
 # --- what holds whatever the model is -------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_neither_batches_nor_neighbours_matter(small):
     texts = sentences(14, longest=30)
     together = embed(*small, texts)
@@ -125,7 +120,6 @@ def test_neither_batches_nor_neighbours_matter(small):
     np.testing.assert_allclose(embed(*small, [texts[10]])[0], together[10], atol=2e-6)
 
 
-@pytest.mark.slow
 def test_any_iterable_of_texts(small):
     expected = embed(*small, FEW)
     np.testing.assert_array_equal(embed(*small, tuple(FEW)), expected)
@@ -152,7 +146,6 @@ def test_normalize(small):
     np.testing.assert_array_equal(embed(*small, FEW), embed(*small, FEW, normalize=True))
 
 
-@pytest.mark.slow
 def test_truncated_vectors(small):
     texts = ["one", "two words"]
     whole = maxjax.embed(*small, texts)
@@ -178,7 +171,6 @@ def test_a_model_without_pooling_files_gives_the_plain_mean(small):
     np.testing.assert_allclose(embed(model, tokenizer, FEW), expected, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_the_pooling_of_the_model_is_used(small):
     model, tokenizer = small
     model.pooling = Pooling(("cls", "max"), lower_case=True)
@@ -190,8 +182,7 @@ def test_the_pooling_of_the_model_is_used(small):
         np.testing.assert_allclose(found[i, 64:], states[i, :n].max(0), atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.default("lasttoken")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", sorted(POOLINGS))
 def test_packed_texts_are_pooled_as_alone(small, mode):
     model, tokenizer = small
@@ -212,7 +203,6 @@ def test_packed_texts_are_pooled_as_alone(small, mode):
         np.testing.assert_allclose(found, run(model, mask, *rows), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_packed_texts_on_a_mesh(small):
     texts = sentences(40, longest=40)[16:]
     model, tokenizer = small_model().to(maxjax.make_mesh(data=2, model=2)), small[1]
@@ -240,7 +230,6 @@ def test_lower_case(small):
 # --- lengths --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_text_that_is_too_long_is_refused_with_both_numbers(small):
     text = " ".join(["time"] * 255)
     with pytest.raises(UserInputError, match=r"texts\[1\] has 257 tokens and the model takes 256"):
@@ -279,7 +268,6 @@ def compilations(caplog, run):
     )
 
 
-@pytest.mark.slow
 def test_compiled_once_for_each_shape(small, caplog):
     model, tokenizer = small
     model.pooling = Pooling(("cls",))  # a program of its own
@@ -296,7 +284,6 @@ def test_compiled_once_for_each_shape(small, caplog):
     assert compilations(caplog, long) == 2  # rows of 256 and of 128 tokens
 
 
-@pytest.mark.fast("10-1", "256-3", "500-32")
 @pytest.mark.parametrize("batch_size", [1, 3, 32, 100])
 @pytest.mark.parametrize("limit", [10, 256, 500])
 def test_batches_cover_everything_once_in_few_shapes(batch_size, limit):
@@ -314,7 +301,6 @@ def test_batches_cover_everything_once_in_few_shapes(batch_size, limit):
 # --- what can be wrong ----------------------------------------------------------------------
 
 
-@pytest.mark.fast("one text", "texts5")
 @pytest.mark.parametrize("texts", ["one text", b"x", ["a", 3], [None], [b"a"], [["a"]], 3, None])
 def test_only_texts(small, texts):
     with pytest.raises(TypeError, match="texts"):
@@ -348,7 +334,6 @@ def test_steps_that_are_not_there(small):
     assert isinstance(caught.value, UnsupportedModelError)
 
 
-@pytest.mark.fast("0", "3")
 @pytest.mark.parametrize("batch_size", [0, -1, 2.0, True, None, "3"])
 def test_batch_sizes_that_are_none(small, batch_size):
     with pytest.raises(UserInputError, match="batch_size"):
@@ -371,7 +356,6 @@ def test_invalid_unicode_names_the_text(small):
         embed(*small, ["a", "\udcff"])
 
 
-@pytest.mark.slow
 def test_the_odd_texts_differ_from_each_other(loaded):
     """All but the two empty ones: no text falls through to the same vector."""
     found = embed(*loaded, ODD, truncate=True)

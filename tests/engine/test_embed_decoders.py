@@ -16,7 +16,6 @@ from maxjax.models.sentence_files import pooling_files, read_pooling
 from tests.models.decoders import call, drawn, ids_of, one_character_each, oracle
 from tests.oracles.models import OracleModel, ask_of, opened
 from tests.oracles.recorded import torch
-from tests.products import campaign_but
 
 KINDS = {
     "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
@@ -63,19 +62,9 @@ def saved(folder, tokenizer):
         (folder / name).write_text(text)
 
 
-@pytest.mark.default("mean-Llama")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    campaign_but(
-        3,
-        [
-            ("lasttoken", "Qwen3"), ("mean", "Llama"), ("mean", "Gemma"),
-            ("mean", "Qwen3"), ("lasttoken", "Llama"), ("lasttoken", "Gemma"),
-        ],
-        oracle=True,
-    ),
-)  # fmt: skip
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama", "Gemma"])
+@pytest.mark.parametrize("mode", ["lasttoken", "mean"])
 def test_vectors_are_those_of_the_states_of_transformers(tmp_path, kind, mode):
     theirs, tokenizer = oracle(kind, tmp_path, **KINDS[kind]), one_character_each()
     write(tmp_path, Pooling((mode,), normalize=True))
@@ -100,7 +89,6 @@ def test_padding_may_be_any_token(tmp_path):
     np.testing.assert_array_equal(results[0], results[2])
 
 
-@pytest.mark.slow
 def test_without_files_it_must_be_said(tmp_path, capsys):
     oracle("Qwen3", tmp_path, **KINDS["Qwen3"])
     tokenizer = one_character_each()
@@ -140,7 +128,6 @@ def test_an_empty_text_without_any_token(mode):
         embed(model, tokenizer, [""], pooling=mode, prompt=5)
 
 
-@pytest.mark.slow
 def test_prompts_and_whether_they_are_pooled(tmp_path):
     theirs, tokenizer = oracle("Qwen3", tmp_path, **KINDS["Qwen3"]), one_character_each()
     for include, start in ((True, 0), (False, 2)):
@@ -182,8 +169,7 @@ def below_the_head(theirs):
     return found
 
 
-@pytest.mark.default("False")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_of_the_model_below_its_head(tmp_path, tied):
     """As sentence-transformers saves them: names without "model.", and no head."""
@@ -217,7 +203,6 @@ def test_files_of_the_model_below_its_head(tmp_path, tied):
     )
 
 
-@pytest.mark.slow
 def test_gguf_says_it_too(tmp_path, caplog):
     oracle("Qwen3", tmp_path / "hf", **KINDS["Qwen3"])
     tokenizer = one_character_each()

@@ -80,7 +80,6 @@ def test_tags_are_those_of_transformers(loaded, kind, aggregation):
 
 
 @pytest.mark.oracle
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,7 +37,6 @@ def test_in_a_traced_function_the_mesh_stays():
         jax.eval_shape(axes, 1.0)
 
 
-@pytest.mark.slow
 def test_keys_and_sums_beside_a_batch():
     """A Conversation makes its keys, and a merge its sums, where the model is."""
     model, tokenizer = maxjax.load("tiny")

@@ -155,7 +155,6 @@ def test_another_config(small):
         np.testing.assert_array_equal(states(load(small, config=config)[0]), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", DType.bfloat16, np.float16])
 def test_dtype(small, dtype):
     model, _ = load(small, dtype=dtype)
@@ -277,7 +276,6 @@ def test_weights_that_are_not_those_of_the_config(small):
         load(small)
 
 
-@pytest.mark.fast("-config.json", "{-modules.json", '"x"-tokenizer.json', "content5-config.json")
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "modules.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[[", b'"x"', b'{"a": 1, "a": 2}', b"[" * 10_000])
 def test_broken_files_beside_the_weights(small, name, content):
@@ -297,7 +295,6 @@ def test_float64_is_not_narrowed_in_silence(small):
         assert states(load(small)[0]).dtype == np.float64
 
 
-@pytest.mark.fast("nonsense-dtype", "float8_e4m3fn-reduce_dtype", "float64-dtype")
 @pytest.mark.parametrize("option", ["dtype", "reduce_dtype"])
 @pytest.mark.parametrize("value", ["nonsense", "int8", "float8_e4m3fn", 3.5, None, "float64"])
 def test_dtypes_that_are_none(small, option, value):
@@ -305,7 +302,6 @@ def test_dtypes_that_are_none(small, option, value):
         load(small, **{option: value})
 
 
-@pytest.mark.slow
 def test_compiled_while_it_is_read(small):
     specs = [jax.ShapeDtypeStruct((1, 3), np.int32), jax.ShapeDtypeStruct((1, 3), np.int32)]
     model, _, program = load(small, compile=specs)
@@ -331,7 +327,6 @@ def test_specs_that_do_not_go_with_the_model(small):
         load(small, compile=[jax.ShapeDtypeStruct((1, 3), np.float32)] * 9)
 
 
-@pytest.mark.slow
 def test_onto_a_mesh(small):
     model, tokenizer = load(small)
     placed, _ = load(small, mesh=make_mesh(data=2, model=4))
@@ -370,7 +365,6 @@ def test_onto_a_mesh_with_rules_of_the_callers_own(small):
         load(small, mesh=make_mesh(model=2), rules={"nothing": None})
 
 
-@pytest.mark.slow
 def test_compiled_for_a_mesh_while_it_is_read(small):
     ids = jax.ShapeDtypeStruct(IDS.shape, np.int32)
     mesh = make_mesh(model=2)

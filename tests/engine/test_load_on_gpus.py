@@ -160,8 +160,7 @@ def test_programs_do_not_see_the_number_of_a_layer():
 # --- what it gives -------------------------------------------------------------------------------
 
 
-@pytest.mark.default("llama", "llama-yarn", "llama-dynamic", "qwen2", "gemma")
-@pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", goldens.MODELS)
 def test_logits_of_every_family(gpu, name, tmp_path):
     goldens.write(name, tmp_path)
@@ -172,8 +171,7 @@ def test_logits_of_every_family(gpu, name, tmp_path):
     np.testing.assert_allclose(found / spread, want / spread, rtol=0, atol=1e-4)
 
 
-@pytest.mark.default("gpt2-explicit")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "gpt2"])
 def test_logits_on_a_mesh(gpu, name, kind, tmp_path):
@@ -204,8 +202,7 @@ def test_names_and_values_are_the_same(two):
     assert maxjax.plan(stacked).bytes_per_device == maxjax.plan(separate).bytes_per_device
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_texts_and_vectors_are_the_same(two):
     stacked, separate, tokenizer = two
     prompts = ["Once upon a time", "The little rabbit"]
@@ -217,7 +214,6 @@ def test_texts_and_vectors_are_the_same(two):
     np.testing.assert_allclose(vectors[1], vectors[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_files_are_the_same_and_open_in_both_forms(two, tmp_path, platform):
     stacked, separate, _ = two
     for name, model in (("stacked", stacked), ("separate", separate)):
@@ -239,7 +235,6 @@ def test_files_are_the_same_and_open_in_both_forms(two, tmp_path, platform):
             assert form(model) is expected and contents(model) == want
 
 
-@pytest.mark.slow
 def test_exported_programs_take_the_same_weights(two, tmp_path):
     stacked, separate, _ = two
     ids = np.array([[5, 7, 9]], np.int32)
@@ -255,7 +250,6 @@ def test_exported_programs_take_the_same_weights(two, tmp_path):
     np.testing.assert_allclose(logits[2], logits[0], rtol=0, atol=2e-5)
 
 
-@pytest.mark.slow
 def test_packed_weights_and_casts(tmp_path, platform):
     maxjax.checkpoint.convert(find_model("tiny", None), tmp_path / "tiny.gguf", quantize="Q8_0")
     models = []
@@ -268,8 +262,7 @@ def test_packed_weights_and_casts(tmp_path, platform):
     assert contents(models[1]) == contents(models[3])
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_gradients_go_through_separate_layers(platform):
     """In float64: in float32 those of queries and keys are rounded by 1e-4 of their largest number."""
     ids = np.array([[5, 7, 9]], np.int32)

@@ -93,7 +93,6 @@ def small():
     return filled(Llama(config))
 
 
-@pytest.mark.slow
 def test_a_model_is_a_table_with_each_layer(small):
     model = small.to(maxjax.make_mesh(data=2, model=4))
     found = maxjax.look(model)
@@ -157,7 +156,6 @@ def test_everything_that_has_values_is_looked_at(tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_trees_of_other_shapes_and_types_are_looked_at_as_they_are():
     class Norms(nn.Module):
         def __init__(self):

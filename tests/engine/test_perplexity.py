@@ -80,8 +80,7 @@ def small():
 # --- against transformers -------------------------------------------------------------------
 
 
-@pytest.mark.default("32-16-GPT2", "24-24-Gemma2", "17-5-Llama")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("context", "stride"), [(32, 16), (24, 24), (17, 5)])
 def test_as_the_loop_of_hugging_face(tmp_path, kind, context, stride):
@@ -96,7 +95,6 @@ def test_as_the_loop_of_hugging_face(tmp_path, kind, context, stride):
     np.testing.assert_allclose(found.bits_per_byte, bits, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_of_the_tiny_model_as_transformers(tiny):
     model, tokenizer = tiny
     text = stories(0, 20)
@@ -114,7 +112,6 @@ def test_of_the_tiny_model_as_transformers(tiny):
     np.testing.assert_allclose(found.bits_per_byte, bits, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_every_window_begins_with_the_special_token(tmp_path):
     theirs, tokenizer = oracle("Llama", tmp_path), one_character_each()
     begin = tokenizers.processors.TemplateProcessing(single="! $A", special_tokens=[("!", 0)])
@@ -155,7 +152,6 @@ def test_one_window_of_a_short_text():
     assert windows(5, 8, 4) == [Window(0, 1, 5)]
 
 
-@pytest.mark.slow
 def test_batches_and_chunks_of_logits_change_nothing(small, monkeypatch):
     model, tokenizer = small
     text = text_of(53)
@@ -188,8 +184,7 @@ def test_one_program_for_all_windows(small):
     assert program._cache_size() == 1
 
 
-@pytest.mark.default("axes0-AxisType.Auto")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("axes", "axis_types"),
     [

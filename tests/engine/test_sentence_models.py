@@ -21,7 +21,6 @@ from tests.engine.sentence_models import EMBEDDERS, QUERY, RERANKERS, TEXTS, dra
 from tests.models.gguf import llama_cpp
 from tests.oracles.recorded import FOLDER
 
-pytestmark = pytest.mark.slow
 COMPARED = ["modernbert", "embeddinggemma"]  # also saved, and written as a step of orbax
 
 
@@ -47,7 +46,7 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
-@pytest.mark.default("bert", "xlm-roberta", "distilbert", "nomic_bert", "jina")
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", EMBEDDERS)
 def test_embeddings(tmp_path, golden, name):
     model, tokenizer = maxjax.load(write(EMBEDDERS[name], tmp_path))
@@ -57,7 +56,7 @@ def test_embeddings(tmp_path, golden, name):
         same(found, golden[f"query {name}"][:3])
 
 
-@pytest.mark.default("bert", "xlm-roberta", "mpnet", "distilbert")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RERANKERS)
 def test_scores(tmp_path, golden, name):
     model, tokenizer = maxjax.load(write(RERANKERS[name], tmp_path))
@@ -104,7 +103,7 @@ def gguf_of(tmp_path, name):
     return model, tokenizer, tmp_path / "m.gguf"
 
 
-@pytest.mark.default("modernbert", "jina")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", GGUFS)
 def test_gguf(tmp_path, name):
     model, tokenizer, path = gguf_of(tmp_path, name)
@@ -114,7 +113,7 @@ def test_gguf(tmp_path, name):
     same(maxjax.embed(again, text, TEXTS[:3]), expected)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp")
 @pytest.mark.parametrize("name", GGUFS)
 def test_gguf_in_llama_cpp(tmp_path, name):

@@ -16,8 +16,6 @@ import pytest
 
 from maxjax.graph import compile_cache
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
 import importlib, json, logging, os, sys, threading, warnings
@@ -134,7 +132,7 @@ def test_the_second_process_compiles_nothing_but_what_is_damaged(tmp_path, home)
     assert anew["hits"] == 0 == anew["empty"] and anew["same"]
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_processes_at_once(tmp_path, home):
     environment = clean(tmp_path, MAXJAX_COMPILE_CACHE=str(tmp_path / "place"))
     found = [finish(one) for one in [start(PROGRAM, environment) for _ in range(2)]]

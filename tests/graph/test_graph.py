@@ -149,7 +149,6 @@ def _leave_by_an_error_in_a_function():
 WAYS = [f for name, f in list(globals().items()) if name.startswith("_leave")]
 
 
-@pytest.mark.fast("_leave_by_return", "_leave_with_output")
 @pytest.mark.parametrize("way", WAYS)
 def test_no_trace_stays_behind(way):
     way()

@@ -49,7 +49,6 @@ def in_graph(function, *types):
     return g
 
 
-@pytest.mark.fast("add", "rmul", "pow", "requal", "matmul", "index")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_operation_gives_the_kind_of_where_it_is(name):
     w, kinds = weight(), []
@@ -72,7 +71,6 @@ def test_each_operation_gives_the_kind_of_where_it_is(name):
     assert again == jaxpr and kinds == [False]
 
 
-@pytest.mark.fast("add", "rmul", "less", "T left")
 @pytest.mark.parametrize(
     "name", list(OPERATIONS)[:10] + ["less", "equal", "requal", "matmul", "rmatmul", "T left"]
 )
@@ -117,7 +115,6 @@ def test_what_max_model_code_does_with_a_weight():
     assert shapes == [[2, 1], [3], [3, 2], [3, 2], [6], [2, 3]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stacked", "shard", "packed", "lazy"])
 def test_weights_of_other_forms(kind):
     kinds = []
@@ -155,7 +152,6 @@ def test_weights_of_other_forms(kind):
         np.testing.assert_allclose(InferenceSession().load(model)(A)[0].to_numpy(), want)
 
 
-@pytest.mark.slow
 def test_a_packed_weight_on_the_right_of_a_product():
     encoded = np.random.default_rng(0).integers(0, 255, (4, 18), np.uint8)
     encoded[:, 1] = 0  # a scale of moderate size
@@ -215,7 +211,6 @@ class Repeated(Module):
         return x
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["call", "scan", "one by one"])
 def test_the_kind_is_part_of_the_key_of_every_trace(how):
     model = maxjax.init(Repeated(how), jax.random.key(0))

@@ -77,7 +77,6 @@ SHAPES = {
 WRONG = {"index": INDICES, "axis": AXES, "unsafe cast": NUMBERS, "shape": SHAPES}
 
 
-@pytest.mark.fast("index-eager", "unsafe cast-graph")
 @pytest.mark.parametrize("where", ["eager", "graph"])
 @pytest.mark.parametrize("kind", WRONG)
 def test_it_is_refused_at_once(kind, where):

@@ -46,7 +46,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("another name", "a name in arithmetic", "an expression of a new name")
 @pytest.mark.parametrize("name", CASES)
 def test_in_a_graph(name):
     function, sizes, shape, good, bad, says = CASES[name]
@@ -62,7 +61,6 @@ def test_in_a_graph(name):
         model.execute(*map(one, good))
 
 
-@pytest.mark.slow
 def test_every_dtype_and_gradient_goes_through():
     for dtype in ("bool", "int8", "bfloat16", "float32"):
         with Graph(

@@ -10,8 +10,6 @@ from jax.extend import core as jax_core
 
 from maxjax.graph.reroll import reroll
 
-pytestmark = pytest.mark.slow
-
 N, D = 5, 3
 ROUND = np.random.default_rng(0)
 
@@ -579,7 +577,7 @@ def test_a_layer_that_closes_over_an_outer_value():
 # --- kinds of operands --------------------------------------------------------------------
 
 
-@pytest.mark.default("uint8", "bool")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "bfloat16", "float16"])
 def test_dtypes(dtype):
     x = jnp.asarray([[1, 0, 1], [0, 1, 1]], dtype)
@@ -799,8 +797,7 @@ def program(seed):
     return run
 
 
-@pytest.mark.default("[6, 7, 8, 9, 10, 11]", "[42, 43, 44, 45, 46, 47]")
-@pytest.mark.fast("[0, 1, 2, 3, 4, 5]", "[30, 31, 32, 33, 34, 35]")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seeds", np.arange(48).reshape(8, 6).tolist(), ids=str)
 def test_programs_at_random(seeds):
     args = (W, V, B, X, Y, CACHES)

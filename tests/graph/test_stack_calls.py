@@ -53,8 +53,7 @@ def nets(n, **options):
     return plain, stacked
 
 
-@pytest.mark.default("options3")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{}, {"order": [2, 3, 0, 1]}, {"order": [1, 1, 1]}, {"between": True}]
 )
@@ -72,8 +71,7 @@ def test_stacked_and_not_are_the_same(options):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.default("True-1")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked, loops", [(True, 1), (False, 0)])
 def test_one_loop_in_a_graph(stacked, loops):
     texts = [str(Graph("g", nets(n)[stacked], [KIND]).jaxpr) for n in (4, 12)]
@@ -81,7 +79,6 @@ def test_one_loop_in_a_graph(stacked, loops):
     assert (len(texts[1]) < 1.05 * len(texts[0])) == stacked
 
 
-@pytest.mark.slow
 def test_traced_once_outside_of_a_graph():
     _, model = nets(5)
     x = np.ones((7, 4), np.float32)  # a size that no other test has traced
@@ -91,7 +88,6 @@ def test_traced_once_outside_of_a_graph():
     assert Block.traces == 1
 
 
-@pytest.mark.slow
 def test_the_registry_has_the_names_of_the_layers():
     plain, stacked = nets(3)
     graph = Graph("g", stacked, [KIND])
@@ -114,7 +110,6 @@ def test_lazy_layers_are_named():
         InferenceSession().load(graph)
 
 
-@pytest.mark.slow
 def test_in_a_with_block():
     _, model = nets(3)
     with Graph("g", input_types=[KIND]) as graph:

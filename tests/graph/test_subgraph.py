@@ -65,8 +65,7 @@ def net():
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 
 
-@pytest.mark.default("eager-values", "jit-structs", "compile-values", "vmap-types")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["values", "types", "structs"])
 @pytest.mark.parametrize(
     "run",

@@ -57,60 +57,7 @@ METHODS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "cast-False",
-    "reshape with Dims-True",
-    "transpose-False",
-    "broadcast_to-True",
-    "flatten-False",
-    "flatten to-True",
-    "tensor-False",
-    "min-True",
-    "stdev-False",
-    "index-True",
-    "index by a tensor-False",
-    "neg-True",
-    "invert-False",
-    "matmul of ranks-True",
-    "number-False",
-    "power-True",
-    "reshape with arguments-False",
-    "reshape-True",
-    "flatten to-False",
-    "to-False",
-    "slice with a name-False",
-    "broadcast_to-False",
-    "unsqueeze-True",
-    "rebind-False",
-    "max-True",
-    "neg-False",
-    "abs-True",
-    "matmul-True",
-    "numpy left-False",
-    "number-True",
-    "power-False",
-    "permute-True",
-    "T-False",
-    "flatten from-False",
-    "min-False",
-    "squeeze-True",
-    "astype-True",
-    "var-False",
-    "stdev-True",
-    "argmax-False",
-    "invert-True",
-    "compare-False",
-    "modulo-True",
-    "cast-True",
-    "reshape with Dims-False",
-    "mean-False",
-    "slice-False",
-    "index by a tensor-True",
-    "round-True",
-    "dim-False",
-    "row-True",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_methods(name, jit):
@@ -156,7 +103,6 @@ def test_float_widths_promote_and_integers_do_not_meet_floats():
     ] == 0.5  # which have no common type
 
 
-@pytest.mark.fast("<lambda>-IndexError0", "<lambda>-ValueError3", "<lambda>-ValueError6")
 @pytest.mark.parametrize(
     "wrong, error",
     [

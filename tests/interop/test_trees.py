@@ -19,7 +19,6 @@ def draw(*shape):
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.slow
 def test_an_equinox_module_from_a_checkpoint_and_back(tmp_path):
     """The weights of a maxjax model: by its names, from it and from its file; and back."""
     ours = maxjax.init(
@@ -113,7 +112,6 @@ class Classifier(eqx.Module):
         return jax.vmap(self.out)(self.body(x))
 
 
-@pytest.mark.slow
 def test_a_module_inside_of_equinox():
     body = maxjax.init(nn.MLP("float32", None, 4, 8), jax.random.key(0))
     model = Classifier(body, eqx.nn.Linear(4, 2, key=jax.random.key(1)))

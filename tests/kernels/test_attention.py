@@ -74,7 +74,7 @@ def reference(
 SETTINGS = list(itertools.product([False, True], [None, 7], [None, 2.0]))
 
 
-@pytest.mark.default("False-None-None", "True-7-2.0")
+@pytest.mark.sampled
 @pytest.mark.parametrize("strided, window, cap", SETTINGS)
 def test_it_is_the_sum_over_the_keys_a_query_sees(small, strided, window, cap):
     q, cache, at, keys = operands(layers=3)
@@ -95,7 +95,7 @@ def test_it_is_the_sum_over_the_keys_a_query_sees(small, strided, window, cap):
     np.testing.assert_allclose(found, want, rtol=0, atol=3e-6)
 
 
-@pytest.mark.default("17-33")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("queries, keys", [(1, 1), (5, 40), (16, 16), (17, 33)])
 def test_sizes_that_blocks_do_not_divide(small, queries, keys):
     q, cache, at, key_positions = operands(queries=queries, keys=keys)
@@ -107,7 +107,7 @@ def test_sizes_that_blocks_do_not_divide(small, queries, keys):
 SINKS = np.array([20, -20, 0.5, -np.inf], np.float32)
 
 
-@pytest.mark.default("False")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_sinks(request, in_blocks):
     """They take their part of the weight: with all scores at once, in blocks, and under a mask."""
@@ -150,7 +150,6 @@ def test_slopes(request, in_blocks):
         causal_attention(q, cache, 0, at, keys, slopes=SLOPES[:2])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sinks", "slopes"])
 def test_gradients_of_sinks_and_slopes(request, name):
     q, cache, at, keys = operands()
@@ -171,7 +170,6 @@ def test_gradients_of_sinks_and_slopes(request, name):
         assert np.abs(b).max() > 0.05
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strided, window, cap", [(False, None, 2.0), (True, 7, None)])
 def test_gradients(small, monkeypatch, strided, window, cap):
     q, cache, at, keys = operands(layers=2)
@@ -191,7 +189,6 @@ def test_gradients(small, monkeypatch, strided, window, cap):
         assert np.abs(b).max() > 0.1
 
 
-@pytest.mark.slow
 def test_keys_in_any_order_empty_ones_and_repeated_heads(small):
     q, cache, at, keys = operands()
     order = RNG.permutation(S)
@@ -229,7 +226,6 @@ def test_a_query_without_keys_is_finite(small):
     assert np.isfinite(causal_attention(q, cache, 0, at, nobody)).all()
 
 
-@pytest.mark.slow
 def test_int8(small):
     q, cache, at, keys = operands()
     (k8, ks), (v8, vs) = (quantised(jnp.asarray(a)) for a in cache)
@@ -240,8 +236,7 @@ def test_int8(small):
         jax.grad(lambda q: causal_attention(q, [k8, v8, ks, vs], 0, at, keys).sum())(q)
 
 
-@pytest.mark.default("bfloat16-0.03")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype, atol", [("bfloat16", 3e-2), ("float16", 4e-3)])
 def test_sixteen_bits(small, dtype, atol):
     q, cache, at, keys = operands()
@@ -252,8 +247,7 @@ def test_sixteen_bits(small, dtype, atol):
     np.testing.assert_allclose(found.astype(jnp.float32), want, rtol=0, atol=atol)
 
 
-@pytest.mark.default("keys")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mask", [None, "keys"])
 def test_without_an_order_and_with_a_mask_of_keys(small, monkeypatch, mask):
     q, cache, _, _ = operands()
@@ -277,7 +271,6 @@ def test_the_weights_give_what_attention_gives(masked):
     np.testing.assert_allclose(found, attention(q, k, v, mask, **options), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_vmap_export_and_remat(small):
     q, cache, at, keys = operands()
     run = lambda q: causal_attention(q, cache, 0, at, keys)
@@ -291,7 +284,6 @@ def test_vmap_export_and_remat(small):
     np.testing.assert_allclose(found, want, atol=2e-6)
 
 
-@pytest.mark.default("b, t", "b, 3")
 @pytest.mark.parametrize("shape", ["b, t", "1, t", "b, 3"])
 def test_export_of_sizes_that_are_not_known(shape):
     def run(q, k):
@@ -336,8 +328,7 @@ def test_inside_of_shard_map(small):
 MESHES = {"rows": {"data": 2, "model": 2}, "heads": {"model": 4}, "tokens": {"seq": 2, "model": 2}}
 
 
-@pytest.mark.slow
-@pytest.mark.default("Explicit-heads")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_decoder_on_a_mesh(request, kind, axes):

@@ -11,7 +11,6 @@ from maxjax.storage.blocks import encode
 DTYPES = ["float32", "float16", "bfloat16", "int8"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_by_number(dtype):
     table = jnp.asarray(np.arange(12).reshape(4, 3), dtype)
@@ -28,7 +27,6 @@ def test_outside_is_nan(dtype):
     assert jnp.isnan(embed(jnp.ones((4, 3), dtype), jnp.array([4, -5]))).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_gradient(dtype):
     table = jnp.ones((4, 3), dtype)

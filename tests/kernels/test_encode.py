@@ -34,20 +34,7 @@ def lost(name, found, values, weights=1.0) -> np.ndarray:
     return (weights * errors**2).sum(axis=-1)
 
 
-@pytest.mark.default(
-    "Q4_0-False",
-    "Q4_1-False",
-    "Q5_0-False",
-    "Q5_1-False",
-    "Q8_0-False",
-    "MXFP4-True",
-    "Q2_K-False",
-    "Q3_K-True",
-    "Q4_K-False",
-    "Q5_K-False",
-    "Q6_K-False",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_nearly_all_blocks_are_those_of_the_host(name, weighted):
@@ -68,8 +55,7 @@ def test_nearly_all_blocks_are_those_of_the_host(name, weighted):
         assert ours.sum() <= 1.05 * theirs.sum(), kind
 
 
-@pytest.mark.default("Q4_K-False", "Q5_K-True")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_as_many_rows_with_spikes_are_better_as_worse(name, weighted):
@@ -91,8 +77,6 @@ def test_narrow_floats(dtype):
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
-@pytest.mark.default("1", "3")
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_in_chunks(size, monkeypatch):
     values = rows("bell")[:16]
@@ -102,7 +86,6 @@ def test_in_chunks(size, monkeypatch):
     np.testing.assert_array_equal(encoded(), whole)
 
 
-@pytest.mark.slow
 def test_in_shard_map_and_vmap():
     mesh = maxjax.make_mesh(model=4)
     values = rows("bell")[:8]
@@ -116,7 +99,6 @@ def test_in_shard_map_and_vmap():
     np.testing.assert_array_equal(np.asarray(found), whole)
 
 
-@pytest.mark.slow
 def test_importance_of_experts():
     values = rows("bell")[:8].reshape(2, 4, 256)
     given = np.stack([importance(), importance()[::-1]])
@@ -125,8 +107,7 @@ def test_importance_of_experts():
     assert (np.asarray(found) != expected).mean() < 0.02
 
 
-@pytest.mark.default("Q4_0", "Q6_K", "Q4_1")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in blocks.DECODERS if not name.startswith("IQ")])
 def test_what_it_made_is_decoded(name):
     values = rows("weights")[:4]

@@ -58,8 +58,7 @@ def test_derivatives_of_first_and_second_order():
     np.testing.assert_allclose(along(grouped_matmul), along(one_by_one), atol=1e-5)
 
 
-@pytest.mark.default("axes0", "axes2", "axes4")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "axes", [a for a in itertools.product((0, None), repeat=3) if any(b == 0 for b in a)]
 )

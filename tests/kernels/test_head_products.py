@@ -48,7 +48,7 @@ SIZES = {  # heads, height, depth, first, rows
 }
 
 
-@pytest.mark.default("as in a model-", "its values-", "odd-transposed", "one-", "most rows-")
+@pytest.mark.sampled
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("which", SIZES)
 def test_on_every_level(which, transposed):

@@ -16,7 +16,6 @@ def _weight(shape=(5, 3), dtype=np.float32, seed=0):
     return w
 
 
-@pytest.mark.fast("shape0-float32-1e-06", "shape1-bfloat16-0.008", "shape3-float16-0.002")
 @pytest.mark.parametrize(
     "dtype, tolerance", [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 8e-3)]
 )
@@ -99,7 +98,6 @@ PASSING_BY = {
 }
 
 
-@pytest.mark.fast("eager", "vmap over rows", "scan")
 @pytest.mark.parametrize("form", REACHING)
 def test_forms_that_reach_the_kernel(form, reached):
     w, x = _weight(), jnp.asarray(np.random.default_rng(2).standard_normal((4, 3)), jnp.float32)

@@ -63,8 +63,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.default("portable")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_level_and_another_file_by_the_environment(setting, tmp_path, monkeypatch):
     """The level is also what a level in the program returns to."""
@@ -118,7 +117,6 @@ def _another(path):
     shutil.copy(np.random.mtrand.__file__, path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -155,7 +153,6 @@ def test_levels_are_best_first():
     assert right(2, 13)
 
 
-@pytest.mark.fast("nonsense", "portabl\\xe9")
 @pytest.mark.parametrize("name", ["nonsense", "", "off", "AVX2", "avx2 ", "portablé"])
 def test_a_level_that_is_not_there(name):
     """The error names those that are, and nothing changes."""

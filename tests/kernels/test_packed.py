@@ -36,16 +36,7 @@ def packed(name: str, rows: int, columns: int, seed: int = 0) -> tuple[QuantArra
 # --- decoding -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "False-Q4_0",
-    "False-MXFP4",
-    "True-Q6_K",
-    "False-Q8_0",
-    "True-Q4_K",
-    "True-Q5_K",
-    "True-MXFP4",
-)
+@pytest.mark.sampled(7)
 @every
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bit_for_bit_as_the_gguf_package(name, compiled):
@@ -56,7 +47,6 @@ def test_bit_for_bit_as_the_gguf_package(name, compiled):
     )
 
 
-@pytest.mark.fast("Q4_0", "MXFP4")
 @every
 def test_any_bits(name):
     """NaN and infinite scales too; what is subnormal XLA's threads may take as zero."""
@@ -78,8 +68,7 @@ def test_what_is_no_blocks():
         QuantArray(np.zeros(18, np.uint8), "IQ2_XS")
 
 
-@pytest.mark.default("Q4_0", "Q5_K", "IQ4_XS")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @every
 def test_ops(name):
     raw, encoding = blocks(name, 3, 256), QuantizationEncoding(name)
@@ -93,10 +82,7 @@ def test_ops(name):
 # --- products -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "float32-Q8_0", "float16-Q6_K", "bfloat16-Q4_0", "float32-Q4_K", "float32-Q5_K", "float32-MXFP4"
-)
+@pytest.mark.sampled(6)
 @every
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_products(name, dtype):
@@ -109,7 +95,6 @@ def test_products(name, dtype):
             close(got, x, exact, unit=2.0**-20 if dtype == "float32" else 2.0**-8)
 
 
-@pytest.mark.slow
 def test_several_weights_of_different_encodings():
     a, exact = packed("Q4_K", 8, 256)
     b = jnp.ones((5, 256))
@@ -119,8 +104,7 @@ def test_several_weights_of_different_encodings():
     close(got[1], x, np.ones((5, 256)))
 
 
-@pytest.mark.default("Q6_K", "Q8_0", "IQ4_XS")
-@pytest.mark.fast("Q4_0", "MXFP4")
+@pytest.mark.sampled(5)
 @every
 def test_a_layer_of_a_stack(name):
     raw = np.stack([blocks(name, 8, 256, seed) for seed in range(3)])
@@ -135,7 +119,6 @@ def test_a_layer_of_a_stack(name):
         close(got, x, reference(name, one).astype(np.float64))
 
 
-@pytest.mark.slow
 def test_gradients_reach_the_activations():
     w, exact = packed("Q4_K", 8, 256)
     x = np.random.default_rng(1).standard_normal((2, 256)).astype(np.float32)
@@ -146,8 +129,7 @@ def test_gradients_reach_the_activations():
     np.testing.assert_allclose(batched[:, 0], got, rtol=1e-5, atol=0.1)  # sums of up to 1e5
 
 
-@pytest.mark.default("Q6_K", "Q8_0", "IQ4_XS")
-@pytest.mark.fast("Q4_0", "MXFP4")
+@pytest.mark.sampled(5)
 @every
 def test_lookups(name):
     table, exact = packed(name, 6, 256)
@@ -168,8 +150,7 @@ def weight(name: str, rows: int, columns: int) -> tuple[Weight, np.ndarray]:
     return w, reference(name, raw).astype(np.float64)
 
 
-@pytest.mark.default("Q4_0", "Q6_K", "MXFP4", "IQ4_NL")
-@pytest.mark.slow
+@pytest.mark.sampled(4)
 @every
 def test_a_weight_shows_its_bytes_and_multiplies_as_weights(name):
     w, exact = weight(name, 8, 512)
@@ -232,10 +213,7 @@ IDS = np.array([[1, 2, 15], [0, 3, 4]])
 call = jax.jit(lambda model, ids: model(ids))
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "False-Q4_0", "False-MXFP4", "True-Q6_K", "False-Q8_0", "False-Q5_K", "False-Q6_K", "True-Q4_K"
-)
+@pytest.mark.sampled(7)
 @every
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model(name, stacked):
@@ -259,7 +237,6 @@ def test_rows_that_are_no_blocks():
         nn.Linear(100, 8, "float32", CPU, False, QuantizationEncoding.Q4_K)
 
 
-@pytest.mark.slow
 def test_clipped():
     layer = nn.Linear(256, 8, "float32", CPU, False, QuantizationEncoding.Q4_K, clip_weight=0.5)
     layer.load_state_dict({"weight": blocks("Q4_K", 8, 256)})
@@ -279,8 +256,7 @@ def mesh_of(axes: dict[str, int], explicit: bool):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
-@pytest.mark.default("Q4_K-spec1-True", "Q4_K-spec2-False", "Q8_0-spec0-False", "Q8_0-spec0-True")
-@pytest.mark.fast("Q4_K-spec0-False", "Q4_K-spec2-True", "Q8_0-spec2-False")
+@pytest.mark.sampled
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P()])
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
@@ -299,8 +275,7 @@ def test_split_products(name, spec, explicit):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.default("False-axes0-False", "True-axes2-True", "False-axes1-True", "False-axes3-True")
+@pytest.mark.sampled
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("axes", [{"model": 2}, {"model": 8}, {"data": 2, "model": 4}, {"fsdp": 4}])
 @pytest.mark.parametrize("stacked", [False, True])

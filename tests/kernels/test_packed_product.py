@@ -22,7 +22,6 @@ from maxjax.kernels.packed_product import ACTIVATIONS, FORMATS
 from scripts.sharding_product import collectives, mesh_of
 from tests.kernels.packed_operands import blocks
 from tests.kernels.test_packed import reference
-from tests.products import ALL
 
 LEVELS = native.levels()
 UNITS = {"float32": 2.0**-21, "bfloat16": 2.0**-8, "float16": 2.0**-10}
@@ -78,10 +77,7 @@ def sizes(name):
     return found
 
 
-@pytest.mark.default(
-    "int8-Q4_0", "int8-Q4_K", "int8-MXFP4", "int8-IQ4_XS", "float-Q5_K", "float-Q5_0"
-)
-@pytest.mark.fast("float-Q4_K", "int8-Q4_K", "int8-Q8_0")
+@pytest.mark.sampled
 @every
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_every_format_on_every_level(name, activations):
@@ -94,17 +90,7 @@ def test_every_format_on_every_level(name, activations):
             check(got, x, raw, name, activations)
 
 
-@pytest.mark.default(
-    "bfloat16-Q4_0",
-    "bfloat16-Q5_K",
-    "bfloat16-Q5_1",
-    "bfloat16-IQ4_XS",
-    "float16-Q4_K",
-    "float16-Q6_K",
-    "float16-Q5_0",
-    "float16-IQ4_NL",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @every
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_types(name, dtype):
@@ -115,14 +101,13 @@ def test_narrow_types(name, dtype):
             check(got, x, raw, name, activations, dtype)
 
 
-@pytest.mark.default("Q4_0", "Q6_K", "Q5_1")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @every
 def test_random_sizes(name):
     rng = np.random.default_rng(5)
     step = DECODERS[name].elements
     given = []
-    for _ in range(12 if ALL else 5):
+    for _ in range(5):
         rows, tokens = rng.integers(1, 150), rng.integers(1, 150)
         depth = int(rng.integers(1, 1500 // step + 1)) * step
         given.append((normal((int(tokens), depth), seed=int(rows)), blocks(name, int(rows), depth)))
@@ -185,7 +170,6 @@ def test_activations_of_any_rank(shape):
         assert none.shape == (*shape[:-1], 0)
 
 
-@pytest.mark.slow
 @every
 def test_weights_at_any_address(name):
     """Layers of an odd number of bytes: only the first lies even."""
@@ -323,7 +307,6 @@ def test_no_matrix_of_floats_in_the_program():
     assert not re.search(r"f32\[(1,)?256,512\]|u8\[(1,)?256,288\]", text)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
@@ -352,7 +335,6 @@ def test_a_split_inside_a_block_is_gathered():
     check(jax.jit(product)(xs, RAW), X, RAW, "Q4_K", "int8")
 
 
-@pytest.mark.slow
 def test_threads():
     """Programs of several threads do not share what a thread keeps."""
     wanted = np.asarray(product(X, RAW))

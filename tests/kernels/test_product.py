@@ -24,11 +24,9 @@ import maxjax.kernels.product as kernels_product
 from maxjax.kernels import StackSlice, matmul, native
 from scripts.kernel_accuracy import ALLOWED, TYPES, Product, campaign, error, measured, table
 from scripts.sharding_product import collectives, mesh_of
-from tests.products import ALL
 
 LEVELS = native.levels()
 PAIRS = list(itertools.product(TYPES, TYPES))
-slow = pytest.mark.slow
 both = pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 
 
@@ -52,7 +50,6 @@ def right(got, x, w):
 # --- how exact it is ----------------------------------------------------------------------------
 
 
-@pytest.mark.fast("float32-float32", "float16-bfloat16")
 @pytest.mark.parametrize(("x", "w"), PAIRS)
 def test_every_type_on_every_level(x, w):
     shapes = [(1, 1, 1), (1, 17, 33), (1, 40, 1000), (2, 5, 64), (3, 66, 127), (5, 16, 2048)]
@@ -62,14 +59,12 @@ def test_every_type_on_every_level(x, w):
         assert units <= ALLOWED, (level, one.x.shape, one.w.shape)
 
 
-@pytest.mark.slow
 def test_random_products():
     worst, wrong = campaign(25, seed=1)
     assert not wrong, "\n".join([*wrong, table(worst)])
 
 
-@pytest.mark.campaign
-@slow
+@pytest.mark.extra
 def test_many_random_products():
     """Ten thousand of them: ``scripts/kernel_accuracy.py``."""
     worst, wrong = campaign(500, seed=2)
@@ -114,7 +109,6 @@ def test_the_oracle_knows_infinities():
         assert error(bad, Product(x, w)) == inf
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_are_rounded_to_the_nearest_and_even(dtype):
     """Every number there is, and what lies a quarter, a half and three quarters of the way to the
@@ -138,7 +132,6 @@ def test_results_are_rounded_to_the_nearest_and_even(dtype):
         assert got.tobytes() == wanted.tobytes(), level
 
 
-@pytest.mark.slow
 def test_many_tokens_of_bfloat16():
     """Whole and partial tiles of tokens, rows and depth; sums that are kept in float and in double."""
     shapes = [(33, 34, 4500), (48, 16, 64), (17, 1, 4128), (64, 50, 2)]
@@ -175,7 +168,6 @@ def test_numbers_below_the_least_normal_one(level, x, w, tokens):
 # --- what it takes ------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("shape0", "shape5")
 @pytest.mark.parametrize("shape", [(33,), (1, 33), (2, 3, 33), (2, 1, 3, 33), (0, 33), (2, 0, 33)])
 def test_activations_of_any_rank(shape):
     x, w = normal(shape), normal((7, 33), seed=1)
@@ -194,7 +186,6 @@ def test_next_to_nothing(tokens, rows, depth):
         assert got.dtype == (one.x.dtype if one.x.dtype == one.w.dtype else np.float32)
 
 
-@pytest.mark.slow
 def test_sums_of_nothing_are_zero():
     """In a process of its own: a processor that divides by zero ends it."""
     code = """
@@ -220,7 +211,6 @@ print("all zero")
     assert "all zero" in done.stdout, (done.returncode, done.stderr[-500:])
 
 
-@pytest.mark.slow
 def test_weights_at_any_address():
     """Layers of an odd number of elements, and rows too: only the first lies even."""
     run = jax.jit(lambda x, s: [matmul(x, StackSlice(s, i)) for i in range(4)])
@@ -241,7 +231,6 @@ def test_parts_of_arrays():
     assert right(jax.jit(lambda x, w: matmul(x.T, w.T))(x, normal((9, 12))), x.T, normal((9, 12)).T)
 
 
-@pytest.mark.fast("0", "Array(2, dtype=uint8)")
 @pytest.mark.parametrize("index", [0, 2, -1, -3, np.int64(1), jnp.uint8(2)], ids=repr)
 def test_a_layer_of_a_stack_is_the_array(index):
     """Also where the number is below 0 and counts from the end."""
@@ -369,7 +358,6 @@ NEAR = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("jit", "a layer in scan", "compiled before")
 @pytest.mark.parametrize("how", SAME)
 def test_the_same_in_every_bit(how):
     x, w = jnp.asarray(X), jnp.asarray(W)
@@ -378,22 +366,14 @@ def test_the_same_in_every_bit(how):
         np.testing.assert_array_equal(got, matmul(X, W))
 
 
-@pytest.mark.fast("scan", "vmap over rows", "vmap over x and layers")
 @pytest.mark.parametrize("how", NEAR)
 def test_as_near(how):
     run = NEAR[how] if how == "exported" else jax.jit(NEAR[how])
     assert right(run(jnp.asarray(X), jnp.asarray(W)), X, W)
 
 
-@pytest.mark.fast(
-    "bfloat16-jit",
-    "bfloat16-fori_loop",
-    "bfloat16-vmap over x",
-    "bfloat16-vmap over weights",
-    "bfloat16-scan",
-)
 @pytest.mark.parametrize("how", ["jit", "fori_loop", "vmap over x", "vmap over weights", "scan"])
-@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_types_under_transformations(how, dtype):
     x, w = normal((6, 40), dtype), normal((40, 40), dtype, seed=1)
     forms = (
@@ -413,7 +393,6 @@ def test_one_operation_in_a_jaxpr():
     assert "maxjax_matmul" not in names(jax.grad(lambda x: matmul(x, W).sum()), X)
 
 
-@pytest.mark.fast("float32-float32", "float16-bfloat16")
 @pytest.mark.parametrize(("x", "w"), PAIRS)
 def test_shapes_without_values(x, w):
     found = jax.eval_shape(matmul, *(jax.ShapeDtypeStruct((3, 40), TYPES[name]) for name in (x, w)))
@@ -478,16 +457,9 @@ def near(got, exact, tolerance=1e-5):
     assert worst <= tolerance * np.abs(exact).max()
 
 
-@pytest.mark.default("float16-bfloat16-eager", "bfloat16-float16-eager")
-@pytest.mark.fast(
-    "float32-float32-jit", "float32-bfloat16-jit", "bfloat16-float32-jit", "bfloat16-bfloat16-jit"
-)
-@pytest.mark.parametrize(
-    "how", [jax.jit, pytest.param(lambda f: f, marks=slow)], ids=["jit", "eager"]
-)
-@pytest.mark.parametrize(
-    ("x", "w"), [pytest.param(*p, marks=slow if "float16" in p else ()) for p in PAIRS]
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(("x", "w"), PAIRS)
 def test_gradients(x, w, how):
     x, w = X.astype(TYPES[x]), W.astype(TYPES[w])
     dx, dw = how(jax.grad(weighed, (0, 1)))(jnp.asarray(x), jnp.asarray(w))
@@ -580,7 +552,6 @@ DERIVATIVES = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("jvp", "vmap of grad", "nothing_saveable", "jacrev", "of several")
 @pytest.mark.parametrize("how", DERIVATIVES)
 def test_derivatives(how):
     function, exact = DERIVATIVES[how]
@@ -655,7 +626,6 @@ def test_an_exported_program_needs_nothing_of_ours():
         jnp.asarray(X)), C @ STACK64[2])  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "sizes"),
     [
@@ -734,34 +704,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.default(
-    "whole-bfloat16-True",
-    "tokens-bfloat16-False",
-    "tokens over two-float32-False",
-    "rows-bfloat16-False",
-    "rows over two-float32-False",
-    "tokens over model, rows over data-bfloat16-True",
-    "depth of both-float32-False",
-    "depth over two-float32-True",
-    "tokens and depth of both-float32-True",
-    "rows and depth-float32-False",
-    "depth and rows-float32-True",
-    "depth of x-float32-False",
-    "depth of x, rows-float32-True",
-    "fully-float32-False",
-    "fully, tokens' axis alone-bfloat16-True",
-    "fully, depth-bfloat16-False",
-)
-@pytest.mark.fast(
-    "whole-float32-False",
-    "tokens over two-bfloat16-True",
-    "tokens and rows-bfloat16-False",
-    "depth-float32-True",
-    "tokens and depth-float32-False",
-    "rows and depth-bfloat16-True",
-    "depth of x, rows-bfloat16-False",
-    "fully, rows-float32-True",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("where", "dtype", "explicit"), SPLITS)
 def test_split_over_a_mesh(where, dtype, explicit):
     x_spec, w_spec, kinds, local = PLACES[where]
@@ -879,8 +822,7 @@ def test_vmap_on_a_mesh(explicit):
     assert right(program(x, w), xs, W)
 
 
-@pytest.mark.default("auto-unchecked", "explicit-checked")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
 @both
 def test_inside_shard_map(explicit, check):
@@ -938,21 +880,19 @@ def in_threads(count, work, seconds):
     assert not raised, raised
 
 
-@pytest.mark.slow
 def test_threads():
     run = jax.jit(matmul)
     one, few = product(1, 300, 1000), product(20, 200, 500, "bfloat16", "bfloat16")
     wanted = [np.asarray(run(p.x, p.w)) for p in (one, few)]
 
     def work(i):
-        for n in range(200 if ALL else 60):
+        for n in range(60):
             p = (one, few)[(i + n) % 2]
             np.testing.assert_array_equal(run(p.x, p.w), wanted[(i + n) % 2])
 
     in_threads(8, work, 60)
 
 
-@pytest.mark.slow
 def test_threads_that_compile():
     def work(i):
         for depth in range(1, 6):
@@ -962,7 +902,6 @@ def test_threads_that_compile():
     in_threads(4, work, 60)
 
 
-@pytest.mark.slow
 @both
 def test_eight_devices_at_once(explicit):
     """More handlers at a time than the pool has threads, again and again before the last is done."""

@@ -25,7 +25,6 @@ def one(index=1, dtype=jnp.float32):
 INDICES = [1, -2, np.int64(1), np.int64(-2), np.int32(1), jnp.int32(1), jnp.uint8(1)]
 
 
-@pytest.mark.fast("int1", "ArrayImpl1_1")
 @pytest.mark.parametrize("index", INDICES, ids=[type(i).__name__ + str(i) for i in INDICES])
 def test_any_integer_is_an_index(index):
     np.testing.assert_array_equal(np.asarray(one(index)), STACK[1])
@@ -66,13 +65,11 @@ def on_both_sides(op, other):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.fast("add", "mod", "gt")
 @pytest.mark.parametrize("op", BINARY, ids=lambda op: op.__name__)
 def test_operators_on_both_sides(op):
     on_both_sides(op, OTHERS["array"])
 
 
-@pytest.mark.fast("sub-number", "lt-number", "eq-number", "matmul-number")
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("op", [operator.sub, operator.lt, operator.eq, operator.matmul])
 def test_operands_of_every_kind(op, kind):
@@ -105,7 +102,6 @@ def test_in_place_it_becomes_an_array():
     np.testing.assert_array_equal(s, STACK[1] + 1)
 
 
-@pytest.mark.fast("sum", "argmax", "<lambda>2")
 @pytest.mark.parametrize(
     "function",
     [
@@ -122,7 +118,6 @@ def test_functions_of_jnp(function):
         assert got == want
 
 
-@pytest.mark.fast("<lambda>0", "<lambda>5", "<lambda>10")
 @pytest.mark.parametrize(
     "use",
     [

@@ -9,7 +9,6 @@ import pytest
 
 from maxjax.kernels import decode_attention
 from maxjax.kernels.attention import attention, causal_attention
-from tests.products import ALL
 
 PLATFORMS = {"CPU": "cpu", "NVIDIA GPU": "cuda", "TPU": "tpu", "AMD GPU": "rocm"}
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
@@ -114,8 +113,7 @@ CASES |= {
         of_an_encoder,
     ],
     "heads of 64 to 256": [
-        functools.partial(of_tokens, width=width)
-        for width in ((64, 80, 96, 128, 192, 256) if ALL else (64, 80, 256))
+        functools.partial(of_tokens, width=width) for width in (64, 80, 96, 128, 192, 256)
     ],
     "derivatives: the value": [functools.partial(of_tokens, how="derivative")],
     "heads wider than 256; scores not in float32": [
@@ -160,26 +158,14 @@ def test_every_row_has_a_case():
     assert list(table()) == list(CASES)
 
 
-@pytest.mark.default(
-    "float32, float16, bfloat16",
-    "window, rotating cache, soft cap, sinks",
-    "keys that are the values too (latent attention)",
-    "heads wider than 640",
-    "int8, keys of all layers 2 to 4 GiB on one device",
-    "`vmap`",
-    "float32, bfloat16; an int8 cache",
-    "heads of 64 to 256",
-)
+@pytest.mark.sampled(8)
 @pytest.mark.skipif(jax.__version__ >= "0.11", reason="it lowers Triton only for devices it knows")
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, row in enumerate(CASES)],
-)
+@pytest.mark.parametrize("row", CASES)
 def test_programs_contain_what_the_table_says(row):
     """Where a platform has no kernel for a row, its first case shows it."""
     expected = table()[row]
     kernels = {n: what for n, what in expected.items() if what not in ("blocks", "definition")}
     for number, case in enumerate(CASES[row]):
-        wanted = expected if number == 0 or ALL else kernels
+        wanted = expected if number == 0 else kernels
         of = traced(case())
         assert {name: kernel(PLATFORMS[name], of) for name in wanted} == wanted

@@ -100,8 +100,7 @@ def test_the_update_is_that_of_the_formula(model, tuned):
     np.testing.assert_array_equal(run(plain, IDS), run(model, IDS))
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_layers_that_differ_are_unstacked_and_give_the_same(model):
     """Of a stack, some layers; of separate layers, all: the same as in a stack."""
     some = lora.add(model, "layers.1.self_attn.q_proj", rank=2, key=jax.random.key(1))
@@ -117,8 +116,7 @@ def test_layers_that_differ_are_unstacked_and_give_the_same(model):
         np.testing.assert_array_equal(weight.value, stacked[name].value)
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_on_a_mesh_new_weights_are_split_as_the_base(model, tuned, explicit, tmp_path):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
@@ -156,7 +154,6 @@ def rounded(values):
     return gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
 
 
-@pytest.mark.slow
 def test_over_blocks_gradients_reach_a_and_b_only(model, packed):
     base = packed
     tuned = drawn(lora.add(base, rank=4, alpha=12, key=jax.random.key(1)))
@@ -185,7 +182,6 @@ def test_over_blocks_gradients_reach_a_and_b_only(model, packed):
     assert error(again) < error(base) / 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_dora_trains_the_norms_of_rows(model, packed, is_packed):
     """Each row is scaled to its magnitude, in a stack and over blocks; at the start nothing changes."""
@@ -222,7 +218,6 @@ def test_dora_trains_the_norms_of_rows(model, packed, is_packed):
             maxjax.init(lora.add(model, dora=True), jax.random.key(0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_table_gets_updates_too(model, packed, dora, tmp_path):
     added = lora.add(model, "embed_tokens", rank=4, dora=dora, key=jax.random.key(1))
@@ -258,8 +253,7 @@ def test_a_table_gets_updates_too(model, packed, dora, tmp_path):
     np.testing.assert_allclose(over.model.embed_tokens(ids), rows, atol=2e-2)
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_layers_of_other_families():
     gpt2 = maxjax.init(GPT2(GPT2Config(64, 32, n_layer=2, n_head=4)), jax.random.key(0))
     tuned = drawn(lora.add(gpt2, ["c_attn", "mlp.c_proj"], rank=2, key=jax.random.key(1)))
@@ -312,7 +306,6 @@ def test_bad_input_is_refused_by_name(model, change, error, says):
         change(model)
 
 
-@pytest.mark.slow
 def test_experts_are_refused_and_tied_weights_not_merged():
     sizes = {
         "num_hidden_layers": 1,
@@ -389,8 +382,7 @@ def test_labels_are_a_module_for_optax(model):
     assert float(steps.model.norm.weight.value[0]) == 1.0
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_hooks_copies_steps_and_exports_see_the_updates(tuned, model, tmp_path):
     expected = np.asarray(run(tuned, IDS))
     calls = []

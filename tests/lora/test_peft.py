@@ -117,8 +117,7 @@ def written(answer, name, tmp_path):
     return model, tmp_path / "adapter"
 
 
-@pytest.mark.default("one layer", "gpt2", "dora gpt2", "tied table", "own biases")
-@pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
     model, path, expected = opened(name, tmp_path)
@@ -142,8 +141,7 @@ def test_an_adapter_of_peft_gives_its_logits(name, tmp_path):
     assert settings["base_model_name_or_path"] == "base"
 
 
-@pytest.mark.default("dora", "tied table", "biases")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_gradients_of_peft_on_a_mesh_and_merged_its_logits(name, tmp_path):
     """The norms of DoRA are constants of a derivative, as in PEFT."""

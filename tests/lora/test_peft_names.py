@@ -109,10 +109,7 @@ def run(model, ids=IDS):
     return np.asarray(getattr(found, "logits", found))
 
 
-@pytest.mark.fast("split with biases")
-@pytest.mark.default(
-    "renamed head", "inside", "router", "transposed experts", "split, some of three"
-)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_of_peft_give_its_logits_and_are_written_with_its_names(name, tmp_path):
     made, answer = trained(name)
@@ -233,8 +230,7 @@ def families():
     return [pytest.param(case, id=family) for family, case in sorted(found.items())]
 
 
-@pytest.mark.fast("minimax_m2")
-@pytest.mark.default("gpt_neox", "modernbert-decoder", "nemotron_h", "kimi_linear")
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", families())
 def test_all_weights_have_names_in_the_modules_of_transformers(case, tmp_path):
     made = case.model(tmp_path)

@@ -14,7 +14,6 @@ from tests.oracles.models import OracleModel
 from tests.oracles.recorded import recorded, torch
 
 
-@pytest.mark.slow
 def test_the_documentations_mlp():
     model = mlp.MLP()
     rng = np.random.default_rng(0)
@@ -78,7 +77,6 @@ def run_compiled(model, ids):
     return compiled.execute(ids)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_eager, run_jit, run_compiled])
 def test_llama_gives_the_logits_of_transformers(pair, run):
     ours, theirs = pair
@@ -87,7 +85,6 @@ def test_llama_gives_the_logits_of_transformers(pair, run):
     np.testing.assert_allclose(got.to_numpy()[..., ::3], theirs.logits(IDS, 3), atol=1e-4)
 
 
-@pytest.mark.slow
 def test_its_gradient_is_that_of_torch(pair):
     ours, theirs = pair
 

@@ -23,7 +23,7 @@ PAGE, LENGTHS, STEPS = 4, (7, 3), 2
 TWO = [DeviceRef.CPU(0), DeviceRef.CPU(1)]
 
 
-@pytest.mark.default("llama-two", "qwen3-one")
+@pytest.mark.sampled
 @pytest.mark.parametrize("devices", [[DeviceRef.CPU()], TWO], ids=["one", "two"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_prompts_and_tokens_after_them_are_those_of_our_decoders(kind, devices):

@@ -14,7 +14,6 @@ from maxjax.models import BertConfig, BertModel, build
 from tests.models.decoders import sampled
 from tests.oracles.models import OracleModel
 from tests.oracles.recorded import torch
-from tests.products import campaign_but
 
 SETTINGS = {
     "plain": {},
@@ -84,8 +83,7 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.default("one layer-shape1", "odd-shape5")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, shape", [*((name, (2, 40)) for name in SETTINGS), ("odd", (1, 1))])
 def test_states_and_pooler(tmp_path, name, shape):
     settings = SETTINGS[name]
@@ -98,7 +96,6 @@ def test_states_and_pooler(tmp_path, name, shape):
     same(call(model, ids).last_hidden_state, from_torch(oracle, ids).last_hidden_state)
 
 
-@pytest.mark.slow
 def test_padding_changes_nothing(tmp_path):
     oracle, model = pair(tmp_path)
     ids, mask, types = inputs(4, 11)
@@ -113,8 +110,7 @@ def test_padding_changes_nothing(tmp_path):
         np.testing.assert_allclose(found.last_hidden_state[row, :n], alone[0], atol=2e-5)
 
 
-@pytest.mark.default("int32")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
 def test_masks_of_any_type(tmp_path, dtype):
     _, model = pair(tmp_path)
@@ -125,8 +121,7 @@ def test_masks_of_any_type(tmp_path, dtype):
     )
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_mask_for_each_query(tmp_path):
     oracle, model = pair(tmp_path)
     ids, _, _ = inputs(2, 6)
@@ -142,7 +137,6 @@ def test_a_mask_for_each_query(tmp_path):
     same(model(ids, mask).last_hidden_state, oracle.ask("a mask for each query", answer))
 
 
-@pytest.mark.slow
 def test_positions(tmp_path):
     oracle, model = pair(tmp_path)
     ids, _, _ = inputs(2, 5)
@@ -154,8 +148,7 @@ def test_positions(tmp_path):
     same(call(model, ids, position_ids=each).last_hidden_state, expected)
 
 
-@pytest.mark.default("BertForQuestionAnswering-False", "BertForPreTraining-True")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "architecture, pooler",
     [("BertForMaskedLM", False), ("BertForSequenceClassification", True),
@@ -183,7 +176,6 @@ def test_names_and_shapes_are_those_of_the_checkpoint(tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_gradients_are_those_of_torch(tmp_path):
     oracle, model = pair(tmp_path)
     ids, mask, types = inputs(2, 7)
@@ -209,8 +201,7 @@ def test_gradients_are_those_of_torch(tmp_path):
     assert len(expected) == len(found) - 2  # all but the pooler's
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_jit_vmap_and_eval_shape(tmp_path):
     _, model = pair(tmp_path)
     ids, mask, types = inputs(3, 7)
@@ -226,17 +217,13 @@ def test_jit_vmap_and_eval_shape(tmp_path):
     assert jax.tree.structure(lazy) == jax.tree.structure(model)
 
 
-@pytest.mark.default("float16-0.99999-float32")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "least", "reduce_dtype"),
-    campaign_but(
-        2,
-        [
-            ("bfloat16", 0.999, None), ("float16", 0.99999, "float32"),
-            ("bfloat16", 0.999, "float32"), ("float16", 0.99999, None),
-        ],
-    ),
+    [
+        ("bfloat16", 0.999, None), ("float16", 0.99999, "float32"),
+        ("bfloat16", 0.999, "float32"), ("float16", 0.99999, None),
+    ],
 )  # fmt: skip
 def test_sixteen_bits(tmp_path, dtype, least, reduce_dtype):
     _, model = pair(tmp_path)
@@ -265,8 +252,7 @@ def test_sequences_the_model_cannot_take():
         shape(5)
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_missing_oracle_key_would_show(tmp_path):
     """The comparison can fail: one weight changed by a little is seen."""
     oracle, model = pair(tmp_path)

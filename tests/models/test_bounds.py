@@ -147,21 +147,19 @@ def test_a_sliding_window_may_be_longer_than_every_axis(family):
     check_bounds(family.config, {"sliding_window": 10**6}, {"model.layers.0.q.weight": (10**5, 8)})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_hostile_numbers(checkpoints, name):
     check(checkpoints, name, [10**9, 2**63, math.nan])
 
 
-@pytest.mark.default("llama", "gemma3_text", "phi", "olmo2", "hunyuan_v1_dense", "mamba2", "falcon")
-@pytest.mark.slow
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", KINDS)
 def test_hostile_numbers_of_every_family(checkpoints, name):
     """Each family some, so that each number is given to two families or more."""
     check(checkpoints, name, HOSTILE[list(KINDS).index(name) % 5 :: 5])
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.parametrize("name", KINDS)
 def test_all_hostile_numbers(checkpoints, name):
     check(checkpoints, name, HOSTILE)

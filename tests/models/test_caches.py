@@ -22,7 +22,6 @@ WINDOW = 5
 BASE = Qwen2Config(VOCAB, 32, 40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 # Which layers slide: s; Gemma 2, Gemma 3, Qwen 2 with max_window_layers, and one that repeats not.
 PATTERNS = {"all": "ss", "1:1": "sfsf", "5:1": "sssssfss", "last": "ffss", "listed": "sfssf"}
-slow = pytest.mark.slow
 # Of int8, where logits have a standard deviation of 1.
 MOST, MEAN = 0.15, 0.02
 
@@ -55,12 +54,11 @@ def in_pieces(model, ids, cache, lengths, run=on):
 # --- caches that go round ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default("1:1-False")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("pattern", "stacked"),
     [("all", True), ("5:1", True), ("1:1", False)]
-    + [pytest.param(name, True, marks=pytest.mark.campaign) for name in ("last", "listed")],
+    + [pytest.param(name, True, marks=pytest.mark.extra) for name in ("last", "listed")],
 )
 def test_it_keeps_what_the_layers_see(pattern, stacked):
     config = config_of(pattern)
@@ -79,8 +77,7 @@ def test_it_keeps_what_the_layers_see(pattern, stacked):
     np.testing.assert_array_equal(cache.lengths, [30, 30])
 
 
-@pytest.mark.slow
-@pytest.mark.default("all")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
 def test_rows_of_their_own_length(pattern):
     """As with a cache of every token, whatever the padding is, also where rows have no token."""
@@ -99,7 +96,6 @@ def test_rows_of_their_own_length(pattern):
     np.testing.assert_array_equal(caches[0].lengths, caches[1].lengths)
 
 
-@pytest.mark.slow
 def test_padding_leaves_no_trace():
     model, ids = made(config_of("all")), ids_of(2, 12)
     lengths = np.array([3, 12], np.int32)
@@ -111,8 +107,7 @@ def test_padding_leaves_no_trace():
     jax.tree.map(np.testing.assert_array_equal, one, none)
 
 
-@pytest.mark.default("Mistral")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2"])
 def test_as_transformers_generates(tmp_path, kind):
     settings = {"sliding_window": WINDOW}
@@ -127,8 +122,7 @@ def test_as_transformers_generates(tmp_path, kind):
     np.testing.assert_array_equal(greedy(mine, prompts, 24, chunk=4), expected)
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_capacity_within_the_window():
     model, ids = made(config_of("1:1", window=12)), ids_of(1, 24)
     cache = model.cache(1, 8)
@@ -147,8 +141,7 @@ def test_a_capacity_within_the_window():
     close(in_pieces(model, ids[:, 16:], cache, (8,))[0], call(model, ids)[:, 16:])
 
 
-@pytest.mark.slow
-@pytest.mark.default("1:1-1")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
 def test_what_has_no_room(pattern, length):
@@ -175,7 +168,6 @@ def test_a_cache_of_another_model():
         made(config_of("fff"))(ids_of(1, 2), made(config_of("ff")).cache(1, 8))
 
 
-@pytest.mark.slow
 def test_rewinding():
     model, ids = made(config_of("1:1")), ids_of(2, 12)
     counts = np.array([4, 9], np.int32)
@@ -195,7 +187,6 @@ def test_rewinding():
     np.testing.assert_array_equal(whole.rewind([4, 1]).lengths, [4, 1])
 
 
-@slow
 def test_batches_by_vmap():
     model, ids = made(config_of("sf")), ids_of(3, 9)
     begin = lambda m, row: m(row[None, :7], m.cache(1, 12))[1]
@@ -208,8 +199,7 @@ def test_batches_by_vmap():
 # --- int8 ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default("ffff")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pattern", ["ffff", "5:1"])
 def test_int8_is_about_the_same(pattern):
     model, ids = made(config_of(pattern, head_dim=16)), ids_of(4, 40)
@@ -223,7 +213,6 @@ def test_int8_is_about_the_same(pattern):
     assert (found.argmax(-1) == whole.argmax(-1)).mean() > 0.95
 
 
-@pytest.mark.slow
 def test_int8_in_pieces_is_int8_at_once():
     """Of one layer, whose keys and values come from the tokens alone: to the rounding of sums."""
     for pattern in ("f", "s"):
@@ -234,7 +223,6 @@ def test_int8_in_pieces_is_int8_at_once():
         assert np.median(np.abs(found - np.asarray(expected))) < 1e-6
 
 
-@pytest.mark.slow
 def test_int8_of_rows_that_go_round_is_int8_of_every_token():
     model, ids = made(config_of("s")), ids_of(2, 19)
     pieces = (9, 1, 9)
@@ -242,7 +230,6 @@ def test_int8_of_rows_that_go_round_is_int8_of_every_token():
     close(found, in_pieces(model, ids, full_cache(model, 2, 20, "int8"), pieces)[0])
 
 
-@pytest.mark.slow
 def test_int8_takes_half_of_bfloat16():
     model = made(config_of("ff", head_dim=64), dtype="bfloat16")
     bytes_of = lambda cache: sum(a.nbytes for a in jax.tree.leaves(cache.full))
@@ -265,8 +252,7 @@ def copies(program, cache):
     return [shape for shape in found if shape in shapes and "[0," not in shape]
 
 
-@pytest.mark.default("all-int8", "1:1-float32")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("pattern", ["all", "1:1"])
 def test_a_donated_cache_is_changed_in_place(pattern, dtype):
@@ -284,8 +270,7 @@ def test_a_donated_cache_is_changed_in_place(pattern, dtype):
     assert {a.unsafe_buffer_pointer() for a in jax.tree.leaves(after) if a.size} == places
 
 
-@pytest.mark.slow
-@pytest.mark.default("float32")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_several_steps_in_one_program_copy_nothing(dtype):
     """As the engine runs them: memory beside the cache is the same for any number of slots."""
@@ -307,7 +292,6 @@ def test_several_steps_in_one_program_copy_nothing(dtype):
     assert beside[0] == beside[1] < 1 << 14
 
 
-@pytest.mark.slow
 def test_prefill_copies_no_cache_of_every_token():
     model = made(config_of("1:1"))
     cache = model.cache(1, 4096)
@@ -331,9 +315,6 @@ MESHES = {
     "2 auto, one head": ({"model": 2}, AxisType.Auto, 1, "float32"),
     "4 auto, one head, int8": ({"model": 4}, AxisType.Auto, 1, "int8"),
 }
-FAST = ("2x2 auto int8",)
-# Together they have each value, and a cache split in each way.
-DEFAULT = (*FAST, "4 explicit, one head", "4 auto, two heads, int8", "8 auto, two heads")
 # The parts of rows, heads and slots where the heads do not divide.
 SPLIT = {
     "4 explicit, one head": (1, 1, 4),
@@ -346,17 +327,8 @@ SPLIT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.default("2x2 auto int8")
-@pytest.mark.parametrize(
-    "which",
-    [
-        pytest.param(
-            name, marks=() if name in FAST else slow if name in DEFAULT else pytest.mark.campaign
-        )
-        for name in MESHES
-    ],
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("which", MESHES)
 def test_on_meshes(which):
     sizes, types, kv_heads, dtype = MESHES[which]
     config = config_of("sfs", num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=4)
@@ -393,7 +365,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.parametrize("which", DIVIDED)
 def test_a_divided_cache_under_grad_and_vmap(which):
     sizes, types, batch, kv_heads, heads = DIVIDED[which]

@@ -52,8 +52,8 @@ COPIED = sorted(kind for kind in CASES if Path(FILES[kind]).stem in EDITS)
 
 
 def chosen(kinds, default):
-    """Parameters: those of the default set, the others in a campaign."""
-    marked = {kind: [] if kind in default else pytest.mark.campaign for kind in kinds}
+    """Parameters: those of the default set, the others for ``pytest --all``."""
+    marked = {kind: [] if kind in default else pytest.mark.extra for kind in kinds}
     return [pytest.param(kind, marks=marks) for kind, marks in marked.items()]
 
 

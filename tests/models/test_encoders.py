@@ -90,7 +90,7 @@ def drawn(rng, name, shape):
 def each():
     seen, found = set(), []
     for number, (name, *rest) in enumerate(CASES):
-        marks = [pytest.mark.campaign, pytest.mark.oracle] if name in seen else []
+        marks = [pytest.mark.extra] if name in seen else []
         seen.add(name)
         found.append(pytest.param(*rest, marks=marks, id=f"{name}-{number}"))
     return pytest.mark.parametrize("kind, config, settings", found)
@@ -131,10 +131,7 @@ def answer_of(ids, mask):
     return answer
 
 
-@pytest.mark.default(
-    "roberta-0", "xlm-roberta-3", "mpnet-6", "distilbert-9", "modernbert-12", "albert-31", "deberta-34"
-)  # fmt: skip
-@pytest.mark.slow
+@pytest.mark.sampled(7)
 @each()
 def test_states_scores_and_files(tmp_path, kind, config, settings):
     oracle = oracle_of(kind, config, settings)
@@ -175,7 +172,7 @@ def packed(ids, mask):
     return np.concatenate(parts)[None], numbers[:, :, None] == numbers[:, None, :], places
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_meshes_and_what_transformers_opens(tmp_path, number):

@@ -31,7 +31,6 @@ def answers(model, ids):
     return model(ids), prefill, model(ids[:, -1:], cache)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_one_device(kind):
     made, settings = KINDS[kind]

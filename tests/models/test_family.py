@@ -107,7 +107,6 @@ def test_two_tensors_for_one_weight_are_refused():
 # --- loading --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_prefixes_old_names_heads_and_counters_load_as_the_plain_file_does(tmp_path):
     plain = values()
     model = BertModel(BertConfig.from_dict(CONFIG))
@@ -154,7 +153,6 @@ def test_build_is_lazy_and_finds_the_config_beside_the_weights(tmp_path):
     assert list(build(in_file).raw_state_dict()) == list(model.raw_state_dict())
 
 
-@pytest.mark.slow
 def test_the_pooler_is_built_when_it_is_there(tmp_path):
     weights = load_weights(checkpoint(tmp_path, values(pooler=False)))
     model = build(weights)
@@ -164,7 +162,6 @@ def test_the_pooler_is_built_when_it_is_there(tmp_path):
     assert found.pooler_output is None
 
 
-@pytest.mark.slow
 def test_dtypes_are_those_of_the_headers(tmp_path):
     tensors = values(dtype=np.float16)
     tensors["embeddings.LayerNorm.weight"] = np.ones(8, np.float32)

@@ -12,7 +12,6 @@ from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, like, logits_of, oracle, ours, same
 from tests.oracles.models import OracleModel, settings_of
 from tests.oracles.recorded import torch
-from tests.products import campaign_but, first
 
 LENGTH = 24
 # Windows shorter than the text, and caps that change much.
@@ -30,7 +29,6 @@ GEMMA3 = {
 }  # fmt: skip
 SETTINGS = {"Gemma": {"head_dim": 8}, "Gemma2": GEMMA2, "Gemma3": GEMMA3}
 KINDS = pytest.mark.parametrize("kind", ["Gemma2", "Gemma3"])
-# Every value of every axis with both kinds; the whole product has 48.
 SAMPLE = [
     ("mha", False, False, 1), ("gqa", True, True, 4), ("mqa", False, True, 4), ("gqa", True, True, 1)
 ]  # fmt: skip
@@ -45,22 +43,9 @@ def small(kind, **settings):
     return {**SETTINGS[kind], **settings}
 
 
-# Each kind stacked and not, placed and not.
-FEW = [
-    ("Gemma2", *SAMPLE[0]),
-    ("Gemma2", *SAMPLE[1]),
-    ("Gemma3", *SAMPLE[2]),
-    ("Gemma3", *SAMPLE[3]),
-]
-EVERY = [(kind, *case) for kind in ("Gemma2", "Gemma3") for case in SAMPLE]
-
-
-@pytest.mark.default("Gemma2-gqa-True-True-4", "Gemma3-mqa-False-True-4")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "heads", "tied", "stacked", "devices"),
-    campaign_but(4, first(FEW, EVERY), oracle=True),
-)
+@pytest.mark.sampled
+@KINDS
+@pytest.mark.parametrize(("heads", "tied", "stacked", "devices"), SAMPLE)
 def test_logits(tmp_path, kind, heads, tied, stacked, devices):
     settings = {"num_key_value_heads": HEADS[heads], "tie_word_embeddings": tied}
     model = oracle(kind, tmp_path, **small(kind, **settings))
@@ -68,14 +53,13 @@ def test_logits(tmp_path, kind, heads, tied, stacked, devices):
     same(call(ours(tmp_path, stacked=stacked, devices=devices), ids), logits_of(model, ids))
 
 
-@pytest.mark.parametrize("heads", ["mha", pytest.param("mqa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("heads", ["mha", "mqa"])
 def test_the_first_gemma(tmp_path, heads):
     model = oracle("Gemma", tmp_path, **small("Gemma", num_key_value_heads=HEADS[heads]))
     ids = ids_of(2, LENGTH)
     same(call(ours(tmp_path), ids), logits_of(model, ids))
 
 
-@pytest.mark.slow
 @KINDS
 def test_sizes_that_do_not_follow_from_each_other(tmp_path, kind):
     odd = {
@@ -91,7 +75,6 @@ def test_sizes_that_do_not_follow_from_each_other(tmp_path, kind):
     assert slides(mine.config) == (False, True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind, key", [
     ("Gemma2", "attn_logit_softcapping"),
     ("Gemma2", "final_logit_softcapping"),
@@ -154,8 +137,7 @@ def test_the_scale_of_embeddings_is_rounded_to_their_type(tmp_path):
 # --- tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.default("Gemma3-3-5")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind, rows, chunk", [
     ("Gemma2", 3, None), ("Gemma2", 1, 5), ("Gemma3", 1, None), ("Gemma3", 3, 5)
 ])  # fmt: skip
@@ -166,7 +148,6 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, kind, rows, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
-@pytest.mark.slow
 def test_tokens_on_four_devices(tmp_path):
     model, ids = oracle("Gemma3", tmp_path, **small("Gemma3", num_hidden_layers=2)), ids_of(2, 11)
     prompts = [ids[0], ids[1, :3]]
@@ -174,7 +155,6 @@ def test_tokens_on_four_devices(tmp_path):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 12))
 
 
-@pytest.mark.slow
 def test_five_layers_of_six_are_one_pattern(tmp_path):
     more = {"num_hidden_layers": 12, "sliding_window_pattern": 6}
     model = oracle("Gemma3", tmp_path, **small("Gemma3", **more))
@@ -237,7 +217,7 @@ def test_ropes_are_read_as_transformers_reads_them(settings):
 # --- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.campaign  # tensors and settings of each family come back in families/test_families.py
+@pytest.mark.extra
 @pytest.mark.parametrize("kind", ["Gemma", "Gemma2", "Gemma3"])
 def test_gguf_of_the_same_weights(tmp_path, kind):
     from maxjax.checkpoint import convert

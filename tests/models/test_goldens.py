@@ -14,10 +14,7 @@ def kept():
         return dict(file)
 
 
-@pytest.mark.default(
-    "llama", "llama3", "llama-yarn", "mistral", "qwen3", "gemma2", "gpt2", "qwen3-moe"
-)
-@pytest.mark.slow
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", goldens.MODELS)
 def test_logits(name, kept, tmp_path):
     goldens.write(name, tmp_path)

@@ -31,7 +31,6 @@ from tests.models.decoders import (
 )
 from tests.oracles.models import ask_of, opened, settings_of
 from tests.oracles.recorded import torch
-from tests.products import campaign_but
 
 LENGTH = 24
 POSITIONS = 128
@@ -45,18 +44,13 @@ def oracle(directory, seed=0, **settings):
     return decoders.gpt2_oracle(directory, seed, **{**SMALL, **settings})
 
 
-@pytest.mark.slow
-@pytest.mark.default("True-True-1")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tied", "stacked", "devices"),
-    campaign_but(
-        3,
-        [
-            (True, True, 1), (False, False, 4), (False, True, 8),
-            (True, False, 1), (False, True, 1), (True, True, 4), (True, True, 2),
-        ],
-        oracle=True,
-    ),
+    [
+        (True, True, 1), (False, False, 4), (False, True, 8), (True, False, 1), (False, True, 1),
+        (True, True, 4), (True, True, 2),
+    ],
 )  # fmt: skip
 def test_logits(tmp_path, tied, stacked, devices):
     model = oracle(tmp_path, tie_word_embeddings=tied, n_head=max(4, devices))
@@ -72,18 +66,14 @@ def test_logits(tmp_path, tied, stacked, devices):
         assert mine.cache(2, 8).keys.sharding.spec[2] == "model"
 
 
-@pytest.mark.slow
-@pytest.mark.default("unscaled")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings",
     [
         {"n_inner": 37, "vocab_size": 91, "n_head": 2},
         {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
-        pytest.param(
-            {"scale_attn_weights": False, "activation_function": "relu", "layer_norm_epsilon": 0.1},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"n_embd": 36, "n_head": 4}, marks=pytest.mark.slow),
+        {"scale_attn_weights": False, "activation_function": "relu", "layer_norm_epsilon": 0.1},
+        {"n_embd": 36, "n_head": 4},
     ],
     ids=["odd sizes", "inverse layer", "unscaled", "odd heads"],
 )
@@ -96,12 +86,9 @@ def test_settings(tmp_path, settings):
     np.testing.assert_array_equal(greedy(mine, prompts, 4), decoders.generated(model, prompts, 4))
 
 
-@pytest.mark.campaign
-@pytest.mark.default("chunked")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chunk", [pytest.param(None, marks=pytest.mark.slow), 5], ids=["whole", "chunked"]
-)
+@pytest.mark.extra
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "chunked"])
 def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     model = oracle(tmp_path)
     ids = ids_of(3, 13)
@@ -110,8 +97,7 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_64_tokens_of_one_text(tmp_path):
     model = oracle(tmp_path, seed=1)
     prompt = [ids_of(1, 7)[0]]
@@ -119,7 +105,6 @@ def test_64_tokens_of_one_text(tmp_path):
     np.testing.assert_array_equal(found, decoders.generated(model, prompt, 64))
 
 
-@pytest.mark.slow
 def test_gradients(tmp_path):
     model = oracle(tmp_path, n_layer=2)
     ids = ids_of(2, 8)
@@ -137,7 +122,6 @@ def test_gradients(tmp_path):
         np.testing.assert_allclose(sampled(found[name]), gradient, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
 def test_bfloat16(tmp_path):
     model = oracle(tmp_path)
     weights = load_weights(tmp_path)
@@ -155,8 +139,7 @@ def test_bfloat16(tmp_path):
 # --- the end of the learned positions ------------------------------------------------------------
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_text_that_is_too_long_is_refused(tmp_path):
     oracle(tmp_path, n_positions=8)
     model = ours(tmp_path)
@@ -172,7 +155,6 @@ def test_a_text_that_is_too_long_is_refused(tmp_path):
         model(ids_of(2, 1), cache)
 
 
-@pytest.mark.slow
 def test_inside_jit_only_tokens_beyond_are_nan(tmp_path):
     model = oracle(tmp_path, n_positions=8)
     mine, ids = ours(tmp_path), ids_of(2, 12)
@@ -199,7 +181,6 @@ def tensors_of(directory):
     return load_file(directory / "model.safetensors")
 
 
-@pytest.mark.slow
 def test_the_checkpoint_comes_back_as_it_was(tmp_path):
     model = oracle(tmp_path / "a")
     mine = ours(tmp_path / "a", devices=2)
@@ -216,7 +197,6 @@ def test_the_checkpoint_comes_back_as_it_was(tmp_path):
     same(ask_of(tmp_path / "b", "logits", again), model.logits(ids), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_names_without_prefix_masks_and_a_tied_head_in_the_file(tmp_path):
     from safetensors.numpy import save_file
 
@@ -233,7 +213,7 @@ def test_names_without_prefix_masks_and_a_tied_head_in_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tied", [pytest.param(False, marks=pytest.mark.campaign), True], ids=["untied", "tied"]
+    "tied", [pytest.param(False, marks=pytest.mark.extra), True], ids=["untied", "tied"]
 )
 def test_gguf_of_the_same_weights(tmp_path, tied):
     from maxjax.checkpoint import convert
@@ -298,8 +278,7 @@ def test_defaults_and_spellings_are_those_of_transformers(tmp_path):
     assert GPT2Config.from_dict(new) == GPT2Config.from_dict(json.loads(json.dumps(old)))
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_model_made_in_code():
     config = GPT2Config(50, 16, n_layer=2, n_head=2, n_positions=9)
     model = maxjax.init(GPT2(config), jax.random.key(0))
@@ -311,8 +290,7 @@ def test_a_model_made_in_code():
 MESHES = ({"model": 4}, {"data": 2, "model": 4}, {"fsdp": 2, "model": 2})
 
 
-@pytest.mark.slow
-@pytest.mark.default("Explicit-False-sizes1")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", MESHES)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
@@ -341,8 +319,7 @@ def test_c_attn_is_stored_in_the_order_of_the_devices(tmp_path, sizes, stacked, 
         assert sorted(one.kind for one in compiled(call, placed, ids)) == ["all-reduce"] * 3
 
 
-@pytest.mark.slow
-@pytest.mark.default("True")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_table_that_is_split_by_columns_leaves_the_layers_whole(tied):
     config = GPT2Config.from_dict({**SMALL, "vocab_size": 131, "tie_word_embeddings": tied})

@@ -102,7 +102,7 @@ def each():
     found, seen = [], set()
     for number, (family, head, settings) in enumerate(CASES):
         usual = family if head == "MaskedLM" else head
-        marks = [pytest.mark.campaign, pytest.mark.oracle] if usual in seen else []
+        marks = [pytest.mark.extra] if usual in seen else []
         seen.add(usual)
         found.append(
             pytest.param(family, head, settings, marks=marks, id=f"{family}-{head}-{number}")
@@ -146,7 +146,6 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @each()
 def test_logits_and_files_are_those_of_transformers(tmp_path, family, head, settings):
     oracle = oracle_of(family, head, settings)
@@ -175,7 +174,7 @@ def test_logits_and_files_are_those_of_transformers(tmp_path, family, head, sett
     assert configs[0] == configs[1]
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @each()
 def test_transformers_opens_what_is_saved(tmp_path, family, head, settings):

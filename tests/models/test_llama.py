@@ -11,7 +11,6 @@ from maxjax.models.parts.rotary import read_rope
 from tests.models import decoders
 from tests.models.decoders import HEADS, call, greedy, ids_of, logits_of, oracle, ours, same
 from tests.oracles.models import settings_of
-from tests.products import campaign_but, first, pairwise
 
 LENGTH = 24
 
@@ -43,16 +42,11 @@ def test_norms_round_before_they_multiply_by_the_weight_as_in_transformers(kind)
         np.testing.assert_array_equal(norm(x), rounded.astype(jnp.bfloat16) * weight[None])
 
 
-AXES = HEADS, (False, True), (False, True), (1, 2, 4, 8)
-FEW = [("gqa", True, True, 4), ("mqa", False, False, 2), ("mha", False, True, 8)]
-
-
-@pytest.mark.default("gqa-True-True-4")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("heads", "tied", "stacked", "devices"),
-    campaign_but(3, first(FEW, pairwise(*AXES)), oracle=True),
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("devices", [4, 2, 8, 1])
 def test_logits_stacked_and_placed(tmp_path, heads, tied, stacked, devices):
     settings = {"num_key_value_heads": 2 * HEADS[heads], "tie_word_embeddings": tied}
     settings = settings if heads != "mqa" else {**settings, "num_key_value_heads": 1}
@@ -111,8 +105,7 @@ ROPES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.default("longrope", "llama3", "dynamic")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ROPES)
 def test_stretched_ropes(tmp_path, kind):
     rope = {"rope_type": kind.strip(), "rope_theta": 500.0, **ROPES[kind]}
@@ -127,13 +120,8 @@ def test_stretched_ropes(tmp_path, kind):
 STEADY = [kind for kind in ROPES if kind not in ("dynamic", "longrope")]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("longrope", marks=pytest.mark.slow),
-        *campaign_but(0, [(kind,) for kind in STEADY], oracle=True),
-    ],
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["longrope", *STEADY])
 def test_stretched_ropes_token_by_token(tmp_path, kind):
     rope = {"rope_type": kind.strip(), "rope_theta": 500.0, **ROPES[kind]}
     model = oracle("Llama", tmp_path, rope_parameters=rope, max_position_embeddings=16)
@@ -143,7 +131,6 @@ def test_stretched_ropes_token_by_token(tmp_path, kind):
     )
 
 
-@pytest.mark.fast("linear", "longrope")
 @pytest.mark.parametrize("kind", ROPES)
 def test_both_spellings_of_rope(kind):
     new = {"rope_parameters": {"rope_type": kind.strip(), "rope_theta": 500.0, **ROPES[kind]}}
@@ -155,10 +142,9 @@ def test_both_spellings_of_rope(kind):
 # --- tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunk",
-    [pytest.param(None, id="whole", marks=pytest.mark.campaign), pytest.param(5, id="chunked")],
+    [pytest.param(None, id="whole", marks=pytest.mark.extra), pytest.param(5, id="chunked")],
 )
 def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     model = oracle("Llama", tmp_path)
@@ -168,7 +154,7 @@ def test_64_tokens_of_rows_of_different_length(tmp_path, chunk):
     np.testing.assert_array_equal(found, decoders.generated(model, prompts, 64))
 
 
-@pytest.mark.campaign  # the cases of families and of caches have windows
+@pytest.mark.extra
 @pytest.mark.parametrize("window", [5, None])
 def test_mistral(tmp_path, window):
     model = oracle("Mistral", tmp_path, sliding_window=window, num_key_value_heads=1)
@@ -183,8 +169,7 @@ def test_mistral(tmp_path, window):
 # --- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.default("untied")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_gguf_of_the_same_weights(tmp_path, tied):
     from maxjax.checkpoint import convert
@@ -210,7 +195,6 @@ def test_layers_of_unlike_types_are_stacked_where_they_are_alike(tmp_path):
     same(call(mine, ids), logits_of(model, ids), atol=1e-2)
 
 
-@pytest.mark.slow
 def test_a_tied_head_is_one_leaf(tmp_path):
     import jax
 
@@ -258,7 +242,6 @@ def test_settings_that_are_not_supported_are_named(settings, name):
         LlamaConfig.from_dict({**RAW, **settings})
 
 
-@pytest.mark.fast("settings0-factor", "settings5-rope_scaling", "settings10-hidden_size")
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

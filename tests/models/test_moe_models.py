@@ -37,8 +37,6 @@ from tests.oracles.recorded import torch
 
 LENGTH = 24
 KINDS = pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
-# Where the two go the same way, the fast set has one of them.
-ONE = pytest.mark.parametrize("kind", ["Mixtral", pytest.param("Qwen3Moe", marks=pytest.mark.slow)])
 # Numbers of experts that 4 devices do not divide, in layers of both kinds.
 MORE = {
     "Mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 2},
@@ -61,8 +59,7 @@ def short(values):
     return "-".join(map(str, values))
 
 
-@pytest.mark.slow
-@pytest.mark.default("Mixtral-mqa-False-False-4", "Qwen3Moe-mha-True-False-1")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SAMPLE, ids=short)
 def test_logits(tmp_path, case):
     kind, heads, tied, stacked, devices = case
@@ -87,14 +84,8 @@ LAYERS = {
 }
 
 
-FEW = ("every second", "shares as they are", "inner features do not divide")
-
-
-@pytest.mark.default("every second", "inner features do not divide")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in LAYERS]
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", LAYERS)
 def test_settings_of_qwen(tmp_path, name):
     settings = {**MORE["Qwen3Moe"], "mlp_only_layers": [], "num_hidden_layers": 4, **LAYERS[name]}
     model, ids = oracle("Qwen3Moe", tmp_path, **settings), ids_of(2, LENGTH)
@@ -105,21 +96,21 @@ def test_settings_of_qwen(tmp_path, name):
     assert [*map(mine.config.is_sparse, range(mine.config.num_hidden_layers))] == sparse
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_window_of_mixtral(tmp_path):
     model, ids = oracle("Mixtral", tmp_path, sliding_window=5), ids_of(2, LENGTH)
     same(call(ours(tmp_path), ids), logits_of(model, ids))
 
 
-@pytest.mark.campaign
-@pytest.mark.default("Mixtral-1-None")
+@pytest.mark.extra
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind, rows, chunk",
     [
         ("Mixtral", 3, 5),
         ("Qwen3Moe", 1, None),
-        pytest.param("Qwen3Moe", 3, 5, marks=pytest.mark.slow),
-        pytest.param("Mixtral", 1, None, marks=pytest.mark.slow),
+        ("Qwen3Moe", 3, 5),
+        ("Mixtral", 1, None),
     ],
 )
 def test_64_tokens_alone_and_in_a_batch_in_chunks(tmp_path, kind, rows, chunk):
@@ -129,7 +120,6 @@ def test_64_tokens_alone_and_in_a_batch_in_chunks(tmp_path, kind, rows, chunk):
     np.testing.assert_array_equal(greedy(ours(tmp_path), prompts, 64, chunk), expected)
 
 
-@pytest.mark.slow
 def test_padding_changes_nothing(tmp_path):
     oracle("Mixtral", tmp_path, **MORE["Mixtral"])
     mine, ids = ours(tmp_path), ids_of(2, 20)
@@ -143,8 +133,8 @@ def test_padding_changes_nothing(tmp_path):
     np.testing.assert_allclose(found[1:], alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.default("Qwen3Moe")
-@ONE
+@pytest.mark.sampled(1)
+@KINDS
 def test_gradients_are_those_of_torch(tmp_path, kind):
     model, ids = oracle(kind, tmp_path, **MORE[kind]), ids_of(1, 9)
     mine = ours(tmp_path)
@@ -235,8 +225,7 @@ def in_memory(model):
     return found
 
 
-@pytest.mark.default("Mixtral")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @KINDS
 def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
     model = oracle(kind, tmp_path, **MORE[kind])
@@ -253,7 +242,7 @@ def test_experts_of_a_layer_in_one_tensor(tmp_path, kind):
     assert all(np.array_equal(found, apart[n]) for n, found in mine.state_dict().items())
 
 
-@pytest.mark.default("2", "8")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("inner", [2, 4, 6, 8])  # of one size for both orders of a tensor, too
 def test_published_files_of_qwen3_vl_have_experts_in_the_other_order(inner):
     config = Qwen3MoEConfig(
@@ -313,9 +302,8 @@ def test_another_number_of_experts_than_the_configuration_says(tmp_path):
         ours(tmp_path)
 
 
-@pytest.mark.default("Qwen3Moe")
-@pytest.mark.slow
-@ONE
+@pytest.mark.sampled(1)
+@KINDS
 def test_gguf_of_the_same_weights(tmp_path, kind):
     settings = {**MORE[kind], "mlp_only_layers": []}
     oracle(kind, tmp_path / "hf", **settings)
@@ -327,8 +315,7 @@ def test_gguf_of_the_same_weights(tmp_path, kind):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.default("mixtral-False")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case, fused", [("mixtral", False), ("qwen3moe", True)])
 def test_gguf_as_llama_cpp_writes_it(tmp_path, case, fused):
     model = gguf_files.model(case)
@@ -338,9 +325,8 @@ def test_gguf_as_llama_cpp_writes_it(tmp_path, case, fused):
     np.testing.assert_allclose(call(ours(path), ids), model.logits(ids), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.default("Mixtral")
-@ONE
+@pytest.mark.sampled(1)
+@KINDS
 def test_packed_experts_equal_decoding_first(tmp_path, kind):
     wide = {"hidden_size": 64, "intermediate_size": 64}
     settings = {**MORE[kind], **wide, "mlp_only_layers": []}

@@ -205,12 +205,7 @@ def spread(model):
         return float(model(torch.tensor(ids_of(4, 24)).long()).logits.std())
 
 
-@pytest.mark.default(
-    "Mistral3ForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-)
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_model_of_a_multimodal_checkpoint(kind, tmp_path):
     oracle = theirs(kind, tmp_path / "seeing")
@@ -250,8 +245,7 @@ def test_pairs_that_turn_by_a_fourth_position():
         hf_config(metadata, {"token_embd.weight": (10, 16)})
 
 
-@pytest.mark.default("LlavaNextForConditionalGeneration", "InternVLForConditionalGeneration")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", PAIRS)
 def test_a_text_model_of_any_family(kind, tmp_path):
     oracle = theirs(kind, tmp_path / "seeing")

@@ -55,7 +55,6 @@ def kinds(model):
     return {str(w.quantization_encoding) for n, w in weights if "experts." in n and "weight" in n}
 
 
-@pytest.mark.slow
 def test_experts_stay_packed_and_files_keep_their_bits(tmp_path):
     packed, floats = checkpoint(tmp_path / "hf")
     model, _ = maxjax.load(tmp_path / "hf", activations="float")
@@ -86,7 +85,6 @@ def test_experts_stay_packed_and_files_keep_their_bits(tmp_path):
     assert "quantization_config" not in config
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_named(tmp_path):
     packed, _ = checkpoint(tmp_path)
     name = "model.layers.0.mlp.experts.down_proj"
@@ -104,7 +102,7 @@ def test_what_does_not_fit_is_named(tmp_path):
             maxjax.load(tmp_path)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 def test_transformers_reads_the_same_values(tmp_path):
     checkpoint(tmp_path)

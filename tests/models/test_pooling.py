@@ -31,7 +31,6 @@ ORACLES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", sorted(POOLINGS))
 @pytest.mark.parametrize("normalize", [False, True])
 def test_each_mode(mode, normalize):
@@ -42,7 +41,6 @@ def test_each_mode(mode, normalize):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast("cls", "weightedmean")
 @pytest.mark.parametrize("mode", sorted(POOLINGS))
 def test_masked_places_have_no_influence(mode):
     x, mask = states()
@@ -74,7 +72,6 @@ def test_no_tokens_at_all_is_finite(dtype):
         assert bool(jnp.isfinite(found).all()), mode
 
 
-@pytest.mark.slow
 def test_long_texts_in_bfloat16():
     x = jnp.ones((1, 512, 3), jnp.bfloat16)
     mask = jnp.asarray(np.arange(512)[None] < 511)
@@ -111,7 +108,6 @@ def test_no_files(tmp_path):
     assert read_pooling(tmp_path) == (None, tmp_path)
 
 
-@pytest.mark.fast("pooling0-modes0", "pooling5-modes5")
 @pytest.mark.parametrize(
     "pooling, modes",
     [
@@ -253,7 +249,6 @@ def test_steps_that_are_not_there_are_named(tmp_path, kinds, pooling, named):
     assert named in read_pooling(write(tmp_path, kinds, pooling))[0].unsupported
 
 
-@pytest.mark.fast("/etc", "a\\x00b")
 @pytest.mark.parametrize("path", ["/etc", "../other", "a/../../b", "C:\\x", "a\\b", "a\0b"])
 def test_paths_that_lead_out(tmp_path, path):
     write(tmp_path)
@@ -264,12 +259,6 @@ def test_paths_that_lead_out(tmp_path, path):
         read_pooling(tmp_path)
 
 
-@pytest.mark.fast(
-    "modules.json-{}",
-    'modules.json-[{"path": ""}]',
-    '1_Pooling/config.json-{"pooling_mode": {"mean": true}}',
-    'sentence_bert_config.json-{"do_lower_case": 1}',
-)
 @pytest.mark.parametrize(
     "name, content",
     [

@@ -34,7 +34,6 @@ from tests.models.quantizers import (
     tensors_of,
     write,
 )
-from tests.products import ALL, campaign_but
 
 # The cases of which each has something that no other has.
 SOME = [
@@ -76,14 +75,7 @@ def raw(directory):
     }
 
 
-@pytest.mark.default(
-    "fp8 blocks",
-    "int-quantized channel",
-    "pack-quantized 4 order",
-    "gptq 4",
-    "gptq 8 whole",
-)
-@pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_dequantised_model(name, made, tmp_path):
     directory, floats, tensors = made(name)
@@ -100,8 +92,7 @@ def test_logits_are_those_of_the_dequantised_model(name, made, tmp_path):
     assert config == json.loads((directory / "config.json").read_text())
 
 
-@pytest.mark.default("bitsandbytes nf4")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SOME)
 def test_layers_of_their_own_and_with_a_cache(name, made):
     directory, _, _ = made(name)
@@ -113,24 +104,19 @@ def test_layers_of_their_own_and_with_a_cache(name, made):
     assert chosen(model, prompts, texts, ids.shape[1]) == texts
     model.unstack()
     near(call(model, ids), expected)
-    if ALL:
-        found = maxjax.generate(model, None, prompts, max_new_tokens=5)
-        assert [one.tokens for one in found] == texts
+    found = maxjax.generate(model, None, prompts, max_new_tokens=5)
+    assert [one.tokens for one in found] == texts
 
 
-@pytest.mark.default("fp8 blocks-sizes0-AxisType.Auto")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize(
-    ("name", "sizes", "kind"),
-    campaign_but(
-        6,
-        [
-            *((name, {"model": n}, AxisType.Auto) for n in (2, 8) for name in SOME),
-            *((name, {"fsdp": 2, "model": 2}, AxisType.Explicit) for name in SOME),
-            *((name, {"data": 2, "model": 2}, AxisType.Auto) for name in SOME),
-        ],
-    ),
-)
+    ("sizes", "kind"),
+    [
+        ({"model": 2}, AxisType.Auto), ({"model": 8}, AxisType.Auto),
+        ({"fsdp": 2, "model": 2}, AxisType.Explicit), ({"data": 2, "model": 2}, AxisType.Auto),
+    ],
+)  # fmt: skip
 def test_a_mesh_gives_the_same(name, sizes, kind, made):
     directory, _, tensors = made(name)
     axes = (kind,) * len(sizes)
@@ -148,7 +134,6 @@ def test_a_mesh_gives_the_same(name, sizes, kind, made):
     assert "model" in jax.tree.leaves(tuple(largest.sharding.spec))
 
 
-@pytest.mark.slow
 def test_what_a_plan_says_is_what_the_file_has(made):
     for name in SOME:
         directory, _, tensors = made(name)
@@ -166,7 +151,6 @@ def test_what_a_plan_says_is_what_the_file_has(made):
         assert total / 2 < half < 0.75 * total
 
 
-@pytest.mark.slow
 def test_activations_of_another_dtype(made):
     directory, floats, tensors = made("gptq 4")
     model, dense = loaded(directory, dtype="bfloat16"), loaded(floats, dtype="bfloat16")
@@ -176,8 +160,7 @@ def test_activations_of_another_dtype(made):
     near(call(model, ids_of(2, 12)), call(dense, ids_of(2, 12)), 0.02)
 
 
-@pytest.mark.default("awq")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SOME)
 def test_no_dense_copy_of_the_model(name, made):
     """A program needs a few matrices in floats, not those of all layers, stacked or not."""
@@ -371,7 +354,6 @@ def test_settings_of_single_layers_of_gptq(tmp_path):
         loaded(directory)
 
 
-@pytest.mark.slow
 def test_a_quantised_head(tmp_path):
     (config, packed), (plain, floats) = tensors_of(CASES["gptq 4"], num_hidden_layers=1)
     rng = np.random.default_rng(0)
@@ -388,8 +370,7 @@ def test_a_quantised_head(tmp_path):
     near(call(split, ids_of(2, 6)), call(dense, ids_of(2, 6)))
 
 
-@pytest.mark.default("gptq 4 order")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order", "modelopt nvfp4"])
 def test_experts(name, tmp_path):
     """Stacked experts, of which those that no token chose are left out."""
@@ -412,12 +393,11 @@ def test_experts(name, tmp_path):
     prompts = [[1, 2, 3], [4, 5, 6]]
     texts = [one.tokens for one in maxjax.generate(model, None, prompts, max_new_tokens=3)]
     assert chosen(dense, prompts, texts) == texts
-    for sizes in ({"expert": 2, "model": 2}, *([{"model": 8}] if ALL else [])):
+    for sizes in ({"expert": 2, "model": 2}, {"model": 8}):
         near(call(loaded(directory, mesh=maxjax.make_mesh(**sizes)), ids), expected)
     near(call(loaded(directory).unstack(), ids), expected)
 
 
-@pytest.mark.slow
 def test_experts_of_which_one_is_not_quantised(tmp_path):
     settings = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 3,
@@ -523,7 +503,6 @@ def test_no_other_dtype_in_a_file(made, tmp_path):
         maxjax.save_pretrained(loaded(directory), tmp_path / "saved", dtype="bfloat16")
 
 
-@pytest.mark.slow
 def test_other_formats_hold_the_same_tensors(made, tmp_path):
     """orbax, and a copy as safetensors: nothing changes."""
     directory, _, tensors = made("pack-quantized 4")

@@ -51,8 +51,6 @@ MODELS = {
 MESHES = {"4": {"model": 4}, "2x2": {"data": 2, "model": 2}, "fsdp": {"fsdp": 2, "model": 2}}
 IDS, COUNTS = ids_of(2, 7) % 96, np.array([7, 4], np.int32)
 
-pytestmark = pytest.mark.slow
-
 
 @jax.jit
 def call(model, ids, cache, counts):
@@ -92,7 +90,7 @@ def made(request):
     return group, make, run(make(), group)
 
 
-@pytest.mark.default("linear-2x2-Explicit")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_on_a_mesh_as_without_one(made, mesh, kind):

@@ -38,8 +38,6 @@ KINDS = {
     "shared": (Gemma4, SHARED),
 }
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request):
@@ -60,7 +58,7 @@ def close(found, expected, atol=2e-5):
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=atol)
 
 
-@pytest.mark.default("latent")
+@pytest.mark.sampled(1)
 def test_rows_in_chunks_are_as_a_whole(model):
     """Prefill in chunks of ragged rows, of which one ends early, then a decode step without it."""
     ids, lengths = padded(prompts_of(21, 3, 13))
@@ -83,7 +81,7 @@ def test_rows_in_chunks_are_as_a_whole(model):
         np.testing.assert_array_equal(old[:, 1], new[:, 1])  # a finished row
 
 
-@pytest.mark.default("shared")
+@pytest.mark.sampled(1)
 def test_texts_of_a_batch_are_those_of_each_alone(model):
     """Rows end at different steps; those that have ended change nothing."""
     rows = [list(map(int, prompt)) for prompt in prompts_of(9, 4)]
@@ -148,7 +146,7 @@ def test_a_cache_of_other_states_is_refused(recurrent):
         recurrent(ids_of(1, 2), other)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.parametrize("axes", [{"model": 4}, {"data": 2, "model": 2}, {"data": 2, "fsdp": 2}])
 def test_states_are_split_on_a_mesh(model, axes):
     mesh = maxjax.make_mesh(**axes)

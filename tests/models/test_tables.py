@@ -38,16 +38,12 @@ def whole_tables(model):
     return [one.name for one in tables if not any(one.placed.spec)]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k in RUN else pytest.mark.slow) for k in CASES]
-)
+@pytest.mark.parametrize("kind", CASES)
 def test_no_table_of_a_decoder_is_whole(kind, tmp_path):
     assert whole_tables(widened(kind, tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k == "bert" else pytest.mark.slow) for k in ENCODERS]
-)
+@pytest.mark.parametrize("kind", ENCODERS)
 def test_no_table_of_an_encoder_is_whole(kind):
     name, settings = ENCODERS[kind]
     sizes = DISTIL if kind == "distilbert" else BERT
@@ -58,7 +54,6 @@ def test_no_table_of_an_encoder_is_whole(kind):
         assert whole_tables(head(own)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUN)
 def test_logits_and_files_are_those_of_one_device(kind, tmp_path):
     model = maxjax.init(widened(kind, tmp_path / "hf"), jax.random.key(0))

@@ -66,7 +66,6 @@ def tokens(model, prompts, new=NEW, chunk=8):
     return [one.tokens for one in found]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_each_row_of_a_batch_has_the_tokens_of_its_text_alone(models, name):
     """A row that grows beyond the border, one that is beyond it, one that ends just there, and a short one."""
@@ -76,7 +75,6 @@ def test_each_row_of_a_batch_has_the_tokens_of_its_text_alone(models, name):
     assert tokens(model, prompts) == [expected(theirs, p, NEW, is_dynamic) for p in prompts]
 
 
-@pytest.mark.slow
 def test_a_stream_reads_its_text_again_where_it_outgrows_its_rope(models):
     theirs, model = models("Llama")
     [prompt] = prompts_of(BORDER - 4)
@@ -85,7 +83,6 @@ def test_a_stream_reads_its_text_again_where_it_outgrows_its_rope(models):
     assert pieces.completion.tokens == expected(theirs, prompt, NEW)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "dynamic"])
 def test_turns_of_a_conversation_that_outgrows_its_rope(models, name):
     """A turn has the tokens of a text that is read at once, whether the border is in its prompt or its answer."""
@@ -198,7 +195,7 @@ def assert_same(theirs, prompt, found, new):
         assert apart < 1e-4, f"token {at} is {found[at]}, not {other[at]}: logits {apart:.1e} apart"
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("kind", ["Phi3", "Phi4", "Phimoe", "Llama"])

@@ -3,7 +3,6 @@
 The oracle is transformers, which opens the same files; what it says is kept for what is in them.
 """
 
-import itertools
 import json
 import logging
 
@@ -26,7 +25,6 @@ from tests.models.decoders import EVERY, call, ids_of, like, logits_of, oracle, 
 from tests.models.decoders import same as near
 from tests.oracles.models import ask_of, opened
 from tests.oracles.recorded import torch
-from tests.products import campaign_but
 from tests.storage.pytorch import corpus
 
 TIED = {"tie_word_embeddings": True}
@@ -38,15 +36,6 @@ KINDS = {
     "GPT2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }  # fmt: skip
 HEAD = "lm_head.weight"
-FAST = [("Qwen3", "safetensors", True), ("Qwen3", "bin", False), ("GPT2", "bin", True)]
-# Each kind with another head, and in turn in both forms; the others are in a campaign.
-DEFAULT = [(kind, ("safetensors", "bin")[i % 2], False) for i, kind in enumerate(KINDS)]
-EVERY_CASE = itertools.product(KINDS, ("safetensors", "bin"), (True, False))
-ALL = [
-    *(pytest.param(*case) for case in FAST),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in DEFAULT if case not in FAST),
-    *campaign_but(0, [c for c in EVERY_CASE if c not in [*FAST, *DEFAULT]], oracle=True),
-]
 
 
 def table_of(kind):
@@ -86,16 +75,10 @@ def said(caplog):
     return caplog
 
 
-@pytest.mark.default(
-    "Qwen3-bin-False",
-    "GPT2-bin-True",
-    "Mistral-bin-False",
-    "Mixtral-safetensors-False",
-    "Gemma2-bin-False",
-    "Qwen3-safetensors-True",
-)
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "form", "equal"), ALL)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize("equal", [False, True])
 def test_logits_are_those_of_transformers(tmp_path, said, kind, form, equal):
     theirs, ids = checkpoint(tmp_path, kind, form, None if equal else other), ids_of(2, 12)
     expected = expected_of(theirs, tmp_path, ids)
@@ -117,8 +100,7 @@ def test_the_head_alone_is_the_table(tmp_path):
     near(call(ours(tmp_path / "x.gguf"), ids), expected_of(theirs, tmp_path, ids))
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("equal", [True, False])
 def test_on_a_mesh_and_in_a_plan(tmp_path, said, equal):
     theirs, ids = checkpoint(tmp_path, head=None if equal else other), ids_of(2, 12)
@@ -260,7 +242,6 @@ def test_a_state_dict_of_torch_loads_into_a_tied_model(tmp_path):
 PLACES = ["x.gguf", "x", "x.safetensors", "steps"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_conversion_keeps_the_head(tmp_path, said, place, equal):
@@ -310,7 +291,6 @@ def test_a_model_that_only_converts(tmp_path, said):
     assert len(said.records) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("packed", [None, "q8_0"])
 def test_gguf_with_a_head_that_is_the_table(tmp_path, packed):
     """A GGUF file says by its tensors whether there is a head; only a configuration can tie it."""

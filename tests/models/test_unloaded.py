@@ -270,7 +270,7 @@ def same_by_transformers(made, folder):
     assert not any(told.values())
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     "head",
@@ -293,7 +293,7 @@ def test_heads_of_encoders(tmp_path, base, head):
     same_by_transformers(getattr(transformers, f"{base}For{head}")(config), tmp_path)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", SEEING)
 def test_multimodal_models(tmp_path, kind):

@@ -94,7 +94,6 @@ def test_layers_alternate_as_published_where_no_list_says_so():
     assert {"gpt_oss", "olmo3", "exaone4", "smollm3", "gemma3n_text", "qwen3_5_text"} <= seen
 
 
-@pytest.mark.slow
 def test_files_of_transformers_have_no_such_key(said):
     """Whatever it writes for a family that there is, the family looks at it."""
     seen = set()

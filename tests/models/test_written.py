@@ -204,7 +204,7 @@ def test_keys_have_the_types_that_transformers_reads():
     )
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", every(), ids=str)
 def test_transformers_reads_the_settings_that_are_written(case):
@@ -220,7 +220,7 @@ def test_transformers_reads_the_settings_that_are_written(case):
         assert getattr(found, key, None) == getattr(told, key, None)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", draws.names())
@@ -235,7 +235,7 @@ def test_transformers_opens_what_is_written(tmp_path, name, seed):
     opens(model, tmp_path / "ours", theirs, drawn.case.kind)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.parametrize("name, kind, config, settings", ENCODERS, ids=lambda v: str(v)[:20])
 def test_transformers_opens_an_encoder(tmp_path, name, kind, config, settings):

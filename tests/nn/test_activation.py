@@ -12,7 +12,6 @@ from tests.oracles.recorded import recorded, torch, transformers
 X = np.concatenate([np.linspace(-12, 12, 4001), [-1e4, -40.0, 0.0, 40.0, 1e4]]).astype(np.float32)
 
 
-@pytest.mark.fast("gelu", "gelu_python_tanh", "quick_gelu", "silu")
 @pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"gelu_tanh", "gelu_quick"}))
 def test_as_transformers_has_it(name):
     def theirs():
@@ -38,7 +37,6 @@ def test_gelu_is_exact_and_the_others_are_not():
     assert 1e-2 < np.abs(np.asarray(activation("quick_gelu")(jnp.asarray(X))) - exact).max() < 3e-2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits_are_rounded_once(name, dtype):
@@ -49,14 +47,12 @@ def test_sixteen_bits_are_rounded_once(name, dtype):
     np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_gradients_are_finite(name):
     gradient = jax.grad(lambda x: jnp.sum(activation(name)(x)))(jnp.asarray(X))
     assert bool(jnp.all(jnp.isfinite(gradient)))
 
 
-@pytest.mark.fast("glu", "name5")
 @pytest.mark.parametrize("name", ["glu", "", "GELU", None, 3, ["gelu"]])
 def test_unknown_names_are_refused_with_the_known_ones(name):
     with pytest.raises(ValueError, match="unknown activation function") as caught:

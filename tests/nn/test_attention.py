@@ -29,8 +29,7 @@ def in_float64(query, key, value, mask=None, scale=None):
     return np.einsum("bhts,bshd->bthd", weights, value)
 
 
-@pytest.mark.slow
-@pytest.mark.default("None-5-7", "0.3-1-7", "None-1-1", "0.3-5-7", "0.3-6-6", "0.3-1-1")
+@pytest.mark.sampled
 @pytest.mark.parametrize("queries, keys", [(5, 7), (1, 7), (6, 6), (1, 1)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_without_a_mask(queries, keys, scale):
@@ -39,7 +38,6 @@ def test_without_a_mask(queries, keys, scale):
     np.testing.assert_allclose(found, in_float64(q, k, v, scale=scale), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.fast("shape0", "shape5")
 @pytest.mark.parametrize(
     "shape", [(2, 7), (2, 5, 7), (2, 1, 5, 7), (1, 3, 5, 7), (2, 3, 1, 7), (1, 1, 1, 7)]
 )
@@ -82,7 +80,6 @@ def test_a_query_with_nothing_to_see_is_finite():
     np.testing.assert_allclose(found, np.broadcast_to(v.mean(1)[:, None], found.shape), atol=1e-6)
 
 
-@pytest.mark.slow
 def test_softmax_is_taken_in_float32():
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in heads(6, queries=64, keys=256, width=32))
     exact = in_float64(*(np.asarray(a, np.float64) for a in (q, k, v)))
@@ -92,7 +89,6 @@ def test_softmax_is_taken_in_float32():
     assert error[0] < error[1] / 2
 
 
-@pytest.mark.slow
 def test_under_jit_vmap_and_grad():
     q, k, v = heads(7)
     mask = jnp.asarray(np.array([[1, 1, 1, 0, 0, 0, 0]] * 2, bool))
@@ -104,7 +100,6 @@ def test_under_jit_vmap_and_grad():
     assert float(jnp.abs(gradient[:, 3:]).max()) == 0 < float(jnp.abs(gradient[:, :3]).max())
 
 
-@pytest.mark.fast("mask0-TypeError", "mask5-ValueError")
 @pytest.mark.parametrize(
     "mask, error",
     [
@@ -138,7 +133,6 @@ def test_shapes_that_do_not_fit_are_refused():
 # --- heads of keys shared by several of queries ---------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 def test_shared_heads_are_repeated_ones(kv_heads, masked):
@@ -194,7 +188,6 @@ def causal(length):
     return np.tril(np.ones((length, length), bool))
 
 
-@pytest.mark.slow
 def test_mask_and_variant_both_count():
     x, keys = random(2, 6, 16), np.array([[1, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 1]], bool)
     for variant, base in (("CAUSAL_MASK", causal(6)), ("NULL_MASK", np.ones((6, 6), bool))):
@@ -222,7 +215,6 @@ def test_sliding_window(variant):
     np.testing.assert_allclose(call(layer, x), oracle(x, w, sees), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_positions_and_a_table_in_the_place_of_the_rope():
     layer, w = layer_of()
     x, positions = random(6, 16), np.array([3, 3, 4, 9, 0, 1])
@@ -287,7 +279,6 @@ def test_one_weight_for_three():
     np.testing.assert_allclose(call(layer, x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_no_token():
     assert layer_of()[0](jnp.zeros((2, 0, 16))).shape == (2, 0, 16)
 

@@ -63,7 +63,6 @@ class Net(nn.Module):
         return self.down(jax.nn.relu(h)), statistics
 
 
-@pytest.mark.slow
 def test_a_step_of_training_returns_the_model_with_new_statistics():
     net = maxjax.init(Net(), jax.random.key(0))
     x = random(8, 3)

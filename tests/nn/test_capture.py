@@ -246,7 +246,7 @@ def test_remat_in_a_stack(remat):
     close(found["layers.2:inner"], by_numpy(np.asarray(x))[2][1], 1e-6)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_gemma_with_a_rotating_cache_and_layers_outside_of_the_pattern():
     """Weights of decode steps are by position, also where slots rotate; and those of a call without a cache."""
     config = Gemma3Config(
@@ -277,7 +277,7 @@ def test_gemma_with_a_rotating_cache_and_layers_outside_of_the_pattern():
     assert not np.any(np.tril(np.asarray(found["layers.0.self_attn:weights"]), -3))
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_bert():
     model = maxjax.init(
         BertModel(BertConfig(100, 16, 16, num_hidden_layers=2, num_attention_heads=2)),
@@ -383,7 +383,7 @@ def test_a_shared_layer_gives_a_value_for_each_run():
         close(value, x, 1e-6)
 
 
-@pytest.mark.default("auto")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_on_a_mesh(model, axis_types):
     from jax.sharding import AxisType

@@ -186,7 +186,7 @@ def test_exceptions_generators_threads_and_tasks(model):
 NAMES = ("layers.*", "layers.1.self_attn:weights", "layers.2.self_attn:heads", "lm_head")
 
 
-@pytest.mark.default("llama")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_generate(model, family):
     """What is recorded over prefill and decode steps is what one call of the model has."""
@@ -291,7 +291,6 @@ def test_a_misspelt_site_is_refused_in_each_call(model):
                 function(model, IDS)
 
 
-@pytest.mark.slow
 def test_generation_on_a_mesh(model):
     there = jax.tree.map(lambda a: a, model).to(maxjax.make_mesh(data=2, model=4))
     with maxjax.capture(there, "layers.*.mlp") as c, maxjax.capture(model, "layers.*.mlp") as d:
@@ -321,7 +320,7 @@ def test_embed_and_perplexity():
         close(np.asarray(c["norm"][i, :count], np.float32).mean(0), plain[i], 1e-2)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_encoders_do_not_pack_texts_that_are_observed():
     """Otherwise several texts share a row."""
     tokenizer = maxjax.load("tiny")[1]

@@ -47,20 +47,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(
-    "1-True-dilation-padding",
-    "1-False-stride-padding",
-    "2-False-num_groups-has_bias",
-    "3-True-has_bias",
-)
-@pytest.mark.fast(
-    "1-True-plain",
-    "1-False-plain",
-    "2-True-plain",
-    "2-False-plain",
-    "3-True-plain",
-    "3-False-plain",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(o) or "plain")
 @pytest.mark.parametrize("permute", [True, False])
 @pytest.mark.parametrize("axes", [1, 2, 3])

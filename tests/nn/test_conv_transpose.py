@@ -17,10 +17,7 @@ CASES = [
 ]
 
 
-@pytest.mark.default(
-    "True-dilation-padding", "False-plain", "False-has_bias", "False-stride-padding-output_padding"
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(o) or "plain")
 @pytest.mark.parametrize("permute", [True, False])
 def test_conv_transpose(permute, options):

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import pickle
 
 import jax
@@ -20,7 +19,7 @@ from maxjax.graph import DeviceRef, Graph, TensorType
 from maxjax.graph.placement.device_major import DeviceMajor
 from maxjax.nn.attention import AttentionWithRope
 from tests.nn.layers import filled
-from tests.products import EXACT, each_value
+from tests.xla import EXACT
 
 CPU = DeviceRef.CPU()
 X = np.random.default_rng(0).standard_normal((4, 5, 16)).astype(np.float32)
@@ -108,17 +107,10 @@ MESHES = (
 )
 
 
-def cases():
-    """The fast set has one mesh."""
-    for sizes, (kind, stacked) in each_value(
-        MESHES, itertools.product((AxisType.Auto, AxisType.Explicit), (False, True))
-    ):
-        marks = () if sizes == {"model": 4} else (pytest.mark.slow,)
-        yield pytest.param(stacked, sizes, kind, marks=marks)
-
-
-@pytest.mark.default("False-sizes2-AxisType.Explicit")
-@pytest.mark.parametrize(("stacked", "sizes", "kind"), list(cases()))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", MESHES, ids=repr)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("stacked", [False, True])
 def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
     model = placed(stacked, **sizes, kind=kind)
     layout = qkv(model).spec.layout
@@ -138,8 +130,7 @@ def test_results_and_values_are_those_of_one_device(stacked, sizes, kind):
         np.testing.assert_array_equal(value, values()[name])
 
 
-@pytest.mark.slow
-@pytest.mark.default("sizes0-False-False", "sizes1-True-True")
+@pytest.mark.sampled
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 2, "model": 2, "data": 2}])
@@ -170,7 +161,6 @@ def test_one_device_holds_its_heads():
     np.testing.assert_array_equal(mine, values()[QKV][rows])
 
 
-@pytest.mark.slow
 def test_drawn_on_the_mesh_it_is_the_same():
     alone = maxjax.init(Net(False), jax.random.key(0)).state_dict()[QKV]
     for stacked in (False, True):
@@ -178,8 +168,7 @@ def test_drawn_on_the_mesh_it_is_the_same():
         np.testing.assert_allclose(model.state_dict()[QKV], alone, **EXACT)
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_moved_assigned_copied():
     model, run = placed(False, model=4), jax.jit(call)
     for sizes in ({"model": 2}, {"data": 2}, {"model": 4}):
@@ -205,7 +194,6 @@ def test_moved_assigned_copied():
     assert "qkv_proj.weight" in stack.layers.unstack()[1].raw_state_dict()
 
 
-@pytest.mark.slow
 def test_gradients():
     def loss(model, x):
         return (model(x) ** 2).sum()
@@ -216,8 +204,7 @@ def test_gradients():
         np.testing.assert_allclose(qkv(got).value, qkv(want).value, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_compiled_before_it_is_loaded(stacked):
     model = Net(stacked).to(maxjax.make_mesh(model=4))
@@ -238,8 +225,7 @@ def test_in_a_graph():
     np.testing.assert_allclose(got, values()[QKV] @ X[0, 0], atol=1e-5)
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_in_shard_map(stacked):
     mesh = maxjax.make_mesh(data=2, model=4)

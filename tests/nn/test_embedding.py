@@ -23,10 +23,7 @@ def loaded(rows=5, width=3, dtype="float32"):
     return layer, table
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "shape0-uint8-float32", "shape1-int32-bfloat16", "shape2-int32-float32", "shape3-int8-float16"
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("index_dtype", [np.int32, np.uint8, np.int8])
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
@@ -86,7 +83,7 @@ ON_MESHES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.default("float32-Explicit-model", "bfloat16-Auto-data,model")
+@pytest.mark.sampled
 @ON_MESHES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_row_of_a_split_table(kind, sizes, dtype):

@@ -71,7 +71,6 @@ def whole(weights, text):
     return found @ weights["o_proj.weight"].T
 
 
-@pytest.mark.default(None)
 @pytest.mark.parametrize("rank", [None, 3])
 def test_prefill_and_steps_are_the_whole(rank):
     layer, weights = filled(LatentAttentionWithRope(**SIZES, q_lora_rank=rank))

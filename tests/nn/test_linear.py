@@ -27,7 +27,6 @@ def loaded(seed=0, in_dim=6, out_dim=4, dtype="float32", **options):
     return layer, {name: np.asarray(value, np.float64) for name, value in values.items()}
 
 
-@pytest.mark.fast("shape0-False", "shape2-True")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6), (0, 6)])
 def test_is_x_wt_plus_bias(has_bias, shape):
@@ -94,7 +93,6 @@ def test_clip_weight_leaves_the_bias_alone():
     assert float(layer.state_dict()["weight"].max()) == 3.0  # clipped where it is used
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight, x, result",
     [

@@ -38,13 +38,6 @@ def rms_norm(x, weight, eps=1e-6):
 # --- LayerNorm ------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(
-    "shape0-1e-05-True",
-    "shape0-0.1-False",
-    "shape1-0.1-True",
-    "shape2-1e-12-False",
-    "shape3-1e-12-True",
-)
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("eps", [1e-5, 1e-12, 0.1])
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (0, 8)])
@@ -161,14 +154,6 @@ def test_rms_norm_weight_is_on_the_cpu():
 # --- both -----------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(
-    "shape0-layer0",
-    "shape2-layer1",
-    "shape0-layer1",
-    "shape1-layer0",
-    "shape1-layer1",
-    "shape2-layer0",
-)
 @pytest.mark.parametrize("layer", [LayerNorm(4, [CPU], "float32"), RMSNorm(4, "float32")])
 @pytest.mark.parametrize("shape", [(3, 5), (), (4, 1)])
 def test_another_last_axis_is_refused_with_both_sizes(layer, shape):
@@ -192,7 +177,6 @@ def test_initialised_to_the_identity_of_normal_input(layer):
 # --- ConstantLayerNorm and GroupNorm --------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dims", "shape"), [(8, (3, 8)), ((2, 4), (3, 2, 4)), ((8,), (8,))])
 def test_constant_layer_norm(dims, shape):
     x = np.random.default_rng(8).standard_normal(shape).astype(np.float32) * 3 + 1
@@ -206,10 +190,7 @@ def test_constant_layer_norm(dims, shape):
     assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-@pytest.mark.default("shape0-2-False", "shape1-2-False", "shape2-1-False", "shape3-3-True")
-@pytest.mark.fast(
-    "shape0-1-True", "shape0-3-False", "shape1-3-True", "shape2-2-False", "shape3-2-True"
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(2, 6), (2, 6, 5), (2, 6, 4, 3), (0, 6, 4)])

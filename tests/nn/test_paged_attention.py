@@ -81,7 +81,7 @@ def whole(text):
     return x
 
 
-@pytest.mark.default("fused")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["fused", "split"])
 def test_prefill_and_steps_are_the_whole(form):
     types = [TensorType(F, ("n", E), CPU), TensorType(DType.uint32, ("offsets",), CPU)]

@@ -28,8 +28,7 @@ class Head(nn.Module):
         return self.lm_head(self.embed_tokens(ids))
 
 
-@pytest.mark.slow
-@pytest.mark.default("AxisType.Explicit-63-spec1-True", "AxisType.Auto-64-spec0-False")
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("vocab", "spec"), [(64, ("model", None)), (63, (None, "model"))])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -71,8 +71,7 @@ def test_the_libraries_of_the_formats_dequantise_alike(name):
         assert np.asarray(array).astype(tensors[key].dtype).tobytes() == tensors[key].tobytes()
 
 
-@pytest.mark.default("fp8 blocks", "gptq 4 order")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order", "awq", "bitsandbytes nf4"])
 def test_the_layer_is_linear(name):
     layer, found, values = made(CASES[name], bias=True)
@@ -99,8 +98,6 @@ def near(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.default("pack-quantized 4 order", "bitsandbytes nf4")
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8 blocks", "pack-quantized 4 order", "bitsandbytes nf4"])
 def test_equal_layers_are_stacked(name):
     layers = [made(CASES[name], seed, (IN, IN))[0] for seed in range(3)]
@@ -209,7 +206,6 @@ def test_settings_of_bitsandbytes_that_are_wrong(text, what):
     assert not form.fits(DType.uint8, (253,)) and not form.fits(DType.int32, (9,))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"model": 2}, {"fsdp": 2, "model": 2}])
 def test_a_mesh_splits_each_tensor_as_the_weight(sizes):
     layer, _, values = made(CASES["gptq 4"], shape=(64, 128))

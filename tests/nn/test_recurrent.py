@@ -71,7 +71,6 @@ def flat(found):
     return [found.detach().numpy()]
 
 
-@pytest.mark.slow
 def test_a_sequence_is_its_steps_and_can_be_cut():
     lstm = maxjax.init(nn.LSTM(INPUTS, H), jax.random.key(0))
     cell = nn.LSTMCell(INPUTS, H)

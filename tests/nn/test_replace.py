@@ -31,7 +31,7 @@ def loaded(model, values):
     return copy
 
 
-@pytest.mark.default("stacked", "separate")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["stacked", "separate", "mesh", "explicit"])
 def test_a_layer_a_tie_and_all_layers(model, form):
     start = jax.tree.map(lambda a: a, model)

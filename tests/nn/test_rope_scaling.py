@@ -50,20 +50,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.fast(
-    "linear-10000.0-1",
-    "linear-500000.0-64",
-    "dynamic-10000.0-65",
-    "dynamic-500000.0-200",
-    "llama3-500000.0-1",
-    "yarn-10000.0-64",
-    "yarn-500000.0-65",
-    "yarn untruncated-10000.0-200",
-    "yarn of deepseek-10000.0-1",
-    "yarn of deepseek-500000.0-64",
-    "longrope-10000.0-65",
-    "longrope-500000.0-200",
-)
 @pytest.mark.parametrize("length", [1, 64, 65, 200])
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 @pytest.mark.parametrize("name", VARIANTS)

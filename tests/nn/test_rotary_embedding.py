@@ -32,8 +32,7 @@ def turned(x, positions, theta=10000.0, interleaved=True):
     return np.stack([z.real, z.imag], -1).reshape(x.shape)
 
 
-@pytest.mark.slow
-@pytest.mark.default("shape0-False", "shape1-False", "shape2-False", "shape3-True")
+@pytest.mark.sampled
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("shape", [(1, 3, 2, 8), (2, 8, 5, 8), (3, 2, 8), (2, 0, 2, 8)])
 def test_rope(shape, interleaved):
@@ -86,7 +85,6 @@ def test_a_traced_start_pos():
     assert len(traces) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("positions", [[5, 0, 2], [[5, 0, 2], [1, 1, 7]]])
 def test_positions(positions):
     rope, x = nn.RotaryEmbedding(**KW), random(2, 3, 2, 8)
@@ -94,7 +92,6 @@ def test_positions(positions):
     np.testing.assert_allclose(found, turned(x, np.asarray(positions)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_only_distance_counts():
     rope = nn.RotaryEmbedding(dim=32, n_heads=1, theta=1e4, max_seq_len=512)
     q, k = (jnp.asarray(random(1, 1, 1, 32, seed=s)) for s in (1, 2))
@@ -102,7 +99,6 @@ def test_only_distance_counts():
     assert float(near) == pytest.approx(float(far), abs=1e-3)
 
 
-@pytest.mark.slow
 def test_bfloat16_is_rounded_once():
     rope, x = nn.RotaryEmbedding(**KW), jnp.asarray(random(1, 8, 2, 8), jnp.bfloat16)
     found = rope(x)
@@ -169,7 +165,6 @@ def test_llama3_and_linear(params):
     np.testing.assert_allclose(rope.freqs_cis_base().value[..., 1], np.sin(angles), atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [3, 8, 20])
 def test_dynamic(length):
     x = random(1, length, 2, 8)

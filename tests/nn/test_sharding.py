@@ -1,7 +1,7 @@
 """The sharding suite: a model on any mesh does what it does on one device, and no more traffic.
 
-Axis type (Auto, Explicit) x `jax.set_mesh` (no, yes) x shape of the mesh: the fast set has a
-sample of the product, the slow one more, and `scripts/sharding_product.py` all of it.
+Axis type (Auto, Explicit) x `jax.set_mesh` (no, yes) x shape of the mesh: a sample of the product is here, and
+`scripts/sharding_product.py` runs all of it.
 """
 
 import contextlib
@@ -49,11 +49,10 @@ from scripts.sharding_product import (
     tokens,
     worst,
 )
-from tests.products import EXACT, pairwise
+from tests.xla import EXACT
 
 CPU = DeviceRef.CPU()
 S = ShardingStrategy
-slow = pytest.mark.slow
 
 
 class Setting(NamedTuple):
@@ -79,8 +78,8 @@ def at(explicit=False, is_set=False, **sizes):
     return Setting(sizes, explicit, is_set)
 
 
-def settings(*found, marks=()):
-    return [pytest.param(one, id=repr(one), marks=marks) for one in found]
+def settings(*found):
+    return [pytest.param(one, id=repr(one)) for one in found]
 
 
 def four(**sizes):
@@ -152,48 +151,31 @@ def leaf_specs(model):
 
 # --- every model, on many meshes ----------------------------------------------------------------
 
-# For each model the meshes that ask most of it, and those that ask more.
+# For each model the meshes that ask most of it.
 MESHES = {
-    "block": (
-        [at(True, True, data=2, model=4), at(False, True, fsdp=2, model=2)],
-        [*four(model=8), *two(fsdp=8), at(True, data=2, fsdp=2, model=2), at(seq=4), at(True, expert=4)],
-    ),
-    "nine-heads": ([at(True, model=2)], [at(model=2), at(data=2, model=2), at(True, fsdp=3)]),
-    "three-kv-heads": ([at(True, model=4)], [at(False, True, data=2, model=4), at(fsdp=2, model=4)]),
-    "stacked-qkv": ([at(model=4)], [at(True, True, data=2, model=4), at(True, fsdp=8)]),
-    "moe": (
-        [at(expert=4), at(True, True, data=2, expert=2, model=2)],
-        [at(True, expert=4), *two(fsdp=2, expert=2, model=2), at(True, data=8), at(expert=3)],
-    ),
-    "moe-block": ([], [at(data=2, expert=2, model=2), at(True, True, fsdp=4, model=2)]),
-    "vocabulary": ([at(fsdp=8)], [*two(data=2, model=4), at(True, fsdp=8)]),
-    "bert": ([at(True, data=2, model=4)], [at(fsdp=8), at(True, fsdp=8), at(False, True, model=2)]),
-    "bert-stacked": ([], [at(True, True, model=4), at(fsdp=8), at(True, fsdp=8)]),
-    "layer-stack": ([at(True, model=4)], [at(fsdp=2, model=2), at(False, True, fsdp=2, model=4)]),
+    "block": [
+        at(True, True, data=2, model=4), at(False, True, fsdp=2, model=2), *four(model=8), *two(fsdp=8),
+        at(True, data=2, fsdp=2, model=2), at(seq=4), at(True, expert=4),
+    ],
+    "nine-heads": [at(True, model=2), at(model=2), at(data=2, model=2), at(True, fsdp=3)],
+    "three-kv-heads": [at(True, model=4), at(False, True, data=2, model=4), at(fsdp=2, model=4)],
+    "stacked-qkv": [at(model=4), at(True, True, data=2, model=4), at(True, fsdp=8)],
+    "moe": [
+        at(expert=4), at(True, True, data=2, expert=2, model=2), at(True, expert=4),
+        *two(fsdp=2, expert=2, model=2), at(True, data=8), at(expert=3),
+    ],
+    "moe-block": [at(data=2, expert=2, model=2), at(True, True, fsdp=4, model=2)],
+    "vocabulary": [at(fsdp=8), *two(data=2, model=4), at(True, fsdp=8)],
+    "bert": [at(True, data=2, model=4), at(fsdp=8), at(True, fsdp=8), at(False, True, model=2)],
+    "bert-stacked": [at(True, True, model=4), at(fsdp=8), at(True, fsdp=8)],
+    "layer-stack": [at(True, model=4), at(fsdp=2, model=2), at(False, True, fsdp=2, model=4)],
 }  # fmt: skip
 
 
-def sampled():
-    for name, (fast, more) in MESHES.items():
-        for one in fast:
-            yield pytest.param(name, one, id=f"{name}-{one!r}")
-        for one in more:
-            if one not in fast:
-                yield pytest.param(name, one, id=f"{name}-{one!r}", marks=slow)
-
-
-@pytest.mark.slow
-@pytest.mark.default(
-    "block-model8-explicit-set",
-    "block-seq4-auto",
-    "three-kv-heads-data2-model4-auto-set",
-    "stacked-qkv-fsdp8-explicit",
-    "moe-fsdp2-expert2-model2-auto-set",
-    "moe-expert3-auto",
-    "vocabulary-fsdp8-auto",
-    "layer-stack-fsdp2-model2-auto",
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(
+    ("name", "setting"), [(name, one) for name, found in MESHES.items() for one in found], ids=repr
 )
-@pytest.mark.parametrize(("name", "setting"), list(sampled()))
 def test_compiled_as_on_one_device(name, setting):
     case = CASES[name]
     with setting.inside():
@@ -201,17 +183,16 @@ def test_compiled_as_on_one_device(name, setting):
         close(jax.jit(call)(model, *batched(setting.mesh, case.inputs())), expected(name))
 
 
-@pytest.mark.slow
-@pytest.mark.default("'layer-stack'-fsdp2-model4-explicit", "'vocabulary'-model8-auto")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        pytest.param("block", at(True, True, fsdp=2, model=4), marks=slow),
-        pytest.param("moe", at(expert=4), marks=slow),
-        pytest.param("stacked-qkv", at(True, model=4), marks=slow),
+        ("block", at(True, True, fsdp=2, model=4)),
+        ("moe", at(expert=4)),
+        ("stacked-qkv", at(True, model=4)),
         ("vocabulary", at(True, model=8)),
         ("vocabulary", at(model=8)),
-        pytest.param("layer-stack", at(True, fsdp=2, model=4), marks=slow),
+        ("layer-stack", at(True, fsdp=2, model=4)),
     ],
     ids=repr,
 )
@@ -222,18 +203,17 @@ def test_eager_as_on_one_device(name, setting):
         close(call(model, *batched(setting.mesh, case.inputs())), expected(name))
 
 
-@pytest.mark.slow
-@pytest.mark.default("'block'-fsdp8-explicit", "'bert'-fsdp8-explicit")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
         ("block", at(True, fsdp=8)),
-        pytest.param("moe", at(True, True, data=2, expert=2, model=2), marks=slow),
+        ("moe", at(True, True, data=2, expert=2, model=2)),
         ("bert", at(True, fsdp=8)),  # known defect: 4 heads after a product split over fsdp=8
-        pytest.param("bert-stacked", at(True, fsdp=8), marks=slow),
-        pytest.param("bert-stacked", at(fsdp=8), marks=slow),
-        pytest.param("layer-stack", at(True, fsdp=2, model=4), marks=slow),
-        pytest.param("three-kv-heads", at(True, fsdp=8), marks=slow),
+        ("bert-stacked", at(True, fsdp=8)),
+        ("bert-stacked", at(fsdp=8)),
+        ("layer-stack", at(True, fsdp=2, model=4)),
+        ("three-kv-heads", at(True, fsdp=8)),
     ],
     ids=repr,
 )
@@ -244,18 +224,11 @@ def test_from_numpy_arrays(name, setting):
         close(jax.jit(call)(model, *case.inputs()), expected(name))
 
 
-@pytest.mark.slow
-@pytest.mark.default("vocabulary-axes0-kinds0", "layer-stack-axes2-kinds2")
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["vocabulary", "layer-stack", "bert"])
+@pytest.mark.parametrize("axes", [("fsdp", "model"), ("data", "fsdp")])
 @pytest.mark.parametrize(
-    ("name", "axes", "kinds"),
-    [
-        pytest.param(name, axes, kinds, marks=() if name == "vocabulary" else slow)
-        for name, axes, kinds in pairwise(
-            ["vocabulary", "layer-stack", "bert"],
-            [("fsdp", "model"), ("data", "fsdp")],
-            [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)],
-        )
-    ],
+    "kinds", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)]
 )
 def test_some_axes_explicit(name, axes, kinds):
     mesh = jax.make_mesh((2, 4), axes, axis_types=kinds)
@@ -263,8 +236,7 @@ def test_some_axes_explicit(name, axes, kinds):
     close(jax.jit(call)(model, *batched(mesh, CASES[name].inputs())), expected(name))
 
 
-@pytest.mark.default("axes1-kinds1")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("axes", "kinds"),
     [
@@ -278,9 +250,8 @@ def test_some_axes_explicit_around_experts(axes, kinds):
     close(jax.jit(call)(fill(moe()).to(mesh), *batched(mesh, floats(B, T, E))), expected("moe"))
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
-@pytest.mark.parametrize("explicit", [pytest.param(False, marks=slow), True])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("explicit", [False, True])
 def test_axes_called_tp_and_dp(explicit):
     kind = AxisType.Explicit if explicit else AxisType.Auto
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind, kind))
@@ -291,15 +262,13 @@ def test_axes_called_tp_and_dp(explicit):
     close(jax.jit(call)(fill(moe()).to(experts), *floats(B, T, E)), expected("moe"))
 
 
-@slow
 @both
 def test_a_mesh_of_one_device(explicit):
     model = fill(block()).to(mesh_of({"model": 1}, explicit))
     close(jax.jit(call)(model, *floats(B, T, 32)), expected("block"))
 
 
-@pytest.mark.default("explicit")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @both
 def test_one_sequence_without_a_batch(explicit):
     """Known defect on Explicit axes: [1, T, H, D] is brought to [T, E] in one reshape."""
@@ -308,9 +277,8 @@ def test_one_sequence_without_a_batch(explicit):
     close(jax.jit(call)(model, x[0]), expected("block")[0])
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
-@pytest.mark.parametrize("explicit", [pytest.param(False, marks=slow), True])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("explicit", [False, True])
 def test_masks_positions_and_options(explicit):
     mesh, (x,) = mesh_of({"data": 2, "model": 4}, explicit), floats(B, T, 32)
     mask = np.tril(np.ones((B, T, T), bool)) & (np.arange(T) < 4)[None, None]
@@ -329,9 +297,8 @@ def test_masks_positions_and_options(explicit):
     close(with_one_token, jax.jit(call)(make(), x[:1, :1]))
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
-@pytest.mark.parametrize("explicit", [pytest.param(False, marks=slow), True])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("explicit", [False, True])
 def test_experts_with_any_number_of_tokens(explicit):
     mesh, (x,) = mesh_of({"data": 2, "expert": 2, "model": 2}, explicit), floats(B, T, E)
     model, one = fill(moe()).to(mesh), fill(moe())
@@ -340,8 +307,7 @@ def test_experts_with_any_number_of_tokens(explicit):
     np.testing.assert_array_equal(np.asarray(model.gate_up_proj), np.asarray(one.gate_up_proj))
 
 
-@pytest.mark.default("auto")
-@slow
+@pytest.mark.sampled(1)
 @both
 def test_experts_that_run_one_by_one(explicit):
     def make():
@@ -351,12 +317,11 @@ def test_experts_that_run_one_by_one(explicit):
     close(jax.jit(call)(make().to(mesh), *batched(mesh, (x,))), jax.jit(call)(make(), x))
 
 
-@pytest.mark.slow
-@pytest.mark.default("{'data': 2, 'model': 4}-auto")
+@pytest.mark.sampled(1)
 @both
 @pytest.mark.parametrize(
     "sizes",
-    [{"model": 8}, *(pytest.param(s, marks=slow) for s in ({"fsdp": 8}, {"data": 2, "model": 4}))],
+    [{"model": 8}, *(s for s in ({"fsdp": 8}, {"data": 2, "model": 4}))],
     ids=repr,
 )
 def test_a_vocabulary_that_does_not_divide(explicit, sizes):
@@ -378,8 +343,7 @@ def test_a_vocabulary_that_does_not_divide(explicit, sizes):
     close(shares, shares_of_one / shares_of_one.sum(-1, keepdims=True), 1e-7)
 
 
-@pytest.mark.default("64-auto", "50257-explicit")
-@pytest.mark.slow
+@pytest.mark.sampled
 @both
 @pytest.mark.parametrize("rows", [64, 50257])
 def test_rows_outside_of_a_split_table(explicit, rows):
@@ -429,15 +393,18 @@ class Indexed(Fused):
         return self.qkv[16:32], self.experts[:, :, 8:], self.parts[3:7] @ x[0]
 
 
-@pytest.mark.slow
-@pytest.mark.default("model4-explicit-set-eager", "model1-auto-jit")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize(
     "setting",
-    [
-        *settings(at(model=4), at(True, model=8)),
-        *settings(at(model=1), at(True, model=2), at(True, True, model=4), at(model=8), marks=slow),
-    ],
+    settings(
+        at(model=4),
+        at(True, model=8),
+        at(model=1),
+        at(True, model=2),
+        at(True, True, model=4),
+        at(model=8),
+    ),
 )
 def test_parts_are_in_logical_order(setting, how):
     (x,) = floats(8, 16)
@@ -449,8 +416,7 @@ def test_parts_are_in_logical_order(setting, how):
         close(how(call)(model, x), jax.jit(call)(fill(Fused()), x))
 
 
-@pytest.mark.default("auto-jit", "explicit-eager")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @both
 def test_rows_of_a_split_weight(explicit, how):
@@ -460,7 +426,6 @@ def test_rows_of_a_split_weight(explicit, how):
     close(how(call)(model, x), jax.jit(call)(fill(Indexed()), x))
 
 
-@pytest.mark.slow
 @both
 def test_all_weights_of_a_stacked_linear(explicit):
     """Known defect on Explicit axes: queries are split, too few heads of keys are not."""
@@ -493,13 +458,13 @@ def two_sums(found, rows, width=32):
     )
 
 
-BLOCKS = settings(at(model=4), at(True, model=8), at(True, True, data=2, model=4))
-BLOCKS += settings(at(model=2), at(True, model=2), at(True, model=4), at(model=8), marks=slow)
-BLOCKS += settings(*four(data=2, model=4)[:3], marks=slow)
+BLOCKS = settings(
+    at(model=4), at(True, model=8), at(True, True, data=2, model=4), at(model=2), at(True, model=2),
+    at(True, model=4), at(model=8), *four(data=2, model=4)[:3],
+)  # fmt: skip
 
 
-@pytest.mark.default("data2-model4-explicit-set", "model2-explicit", "data2-model4-auto")
-@pytest.mark.fast("model4-auto")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", BLOCKS)
 def test_a_block_sums_twice(setting):
     heads = 8 if setting.sizes["model"] == 8 else 4
@@ -509,7 +474,7 @@ def test_a_block_sums_twice(setting):
     assert two_sums(found, B // setting.sizes.get("data", 1)), found
 
 
-@pytest.mark.default("auto-12-3-4", "explicit-8-4-8")
+@pytest.mark.sampled
 @pytest.mark.parametrize(("heads", "kv_heads", "n"), [(12, 3, 4), (8, 4, 8)])
 @both
 def test_a_block_with_few_heads_of_keys_sums_twice(explicit, heads, kv_heads, n):
@@ -537,13 +502,11 @@ def test_the_count_can_fail(explicit):
     close(jax.jit(call)(model, x), expected("block"))  # and still right
 
 
-@pytest.mark.slow
-@pytest.mark.default("block-data8-explicit", "vocabulary-data8-explicit", "bert-seq8-auto")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
-    "setting",
-    settings(at(True, data=8)) + settings(at(data=8), at(seq=8), at(True, seq=8), marks=slow),
+    "setting", settings(at(True, data=8), at(data=8), at(seq=8), at(True, seq=8))
 )
-@pytest.mark.parametrize("name", ["block", "vocabulary", pytest.param("bert", marks=slow)])
+@pytest.mark.parametrize("name", ["block", "vocabulary", "bert"])
 def test_nothing_to_tell_each_other(setting, name):
     case = CASES[name]
     model = fill(case.make()).to(setting.mesh)
@@ -558,7 +521,7 @@ def test_experts_of_which_each_device_has_all(explicit):
     assert compiled(call, fill(moe()).to(mesh), *batched(mesh, floats(B, T, E))) == []
 
 
-@pytest.mark.default("auto")
+@pytest.mark.sampled(1)
 @both
 def test_experts_sum_once(explicit):
     """Known defect: experts and the shared one are summed apart, though added afterwards."""
@@ -567,13 +530,11 @@ def test_experts_sum_once(explicit):
     assert kinds(found) == ["all-reduce"] and found[0].bytes == B * T * E * 4, found
 
 
-@pytest.mark.default("True-model4-auto")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "setting",
-    settings(at(True, model=4))
-    + settings(at(model=4), at(True, True, data=2, model=4), marks=slow),
+    "setting", settings(at(True, model=4), at(model=4), at(True, True, data=2, model=4))
 )
-@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=slow)])
+@pytest.mark.parametrize("stacked", [False, True])
 def test_a_bert_sums_twice_a_layer(setting, stacked):
     with setting.inside():
         model = fill(bert(3, stacked)).to(setting.mesh)
@@ -599,26 +560,19 @@ def only_weights(model, found):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "'block'-fsdp8-auto",
-    "'block'-fsdp8-explicit",
-    "'bert'-fsdp8-explicit",
-    "'vocabulary'-fsdp8-explicit",
-    "'layer-stack'-fsdp8-explicit",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
         ("block", at(fsdp=8)),
         ("block", at(True, fsdp=8)),
-        pytest.param("block", at(False, True, fsdp=8), marks=slow),
-        pytest.param("layer-stack", at(fsdp=8), marks=slow),
-        pytest.param("layer-stack", at(True, fsdp=8), marks=slow),
-        pytest.param("bert", at(fsdp=8), marks=slow),
+        ("block", at(False, True, fsdp=8)),
+        ("layer-stack", at(fsdp=8)),
+        ("layer-stack", at(True, fsdp=8)),
+        ("bert", at(fsdp=8)),
         ("bert", at(True, fsdp=8)),
         ("vocabulary", at(True, fsdp=8)),
-        pytest.param("vocabulary", at(fsdp=8), marks=slow),
+        ("vocabulary", at(fsdp=8)),
     ],
     ids=repr,
 )
@@ -652,8 +606,7 @@ def of_weights(model, one):
     return all(shape in there or shape[1:] in there for shape in one.shapes)
 
 
-@pytest.mark.default("explicit")
-@slow
+@pytest.mark.sampled(1)
 @both
 def test_a_deep_stack_gathers_one_layer_at_a_time(explicit):
     mesh = mesh_of({"fsdp": 8}, explicit)
@@ -666,20 +619,15 @@ def test_a_deep_stack_gathers_one_layer_at_a_time(explicit):
 GRADS = [
     ("block", at(False, True, fsdp=4, model=2)),
     ("vocabulary", at(True, model=4)),
-    pytest.param("moe", at(True, data=2, expert=2, model=2), marks=slow),
-    pytest.param("layer-stack", at(fsdp=2, model=4), marks=slow),
-    *(pytest.param(name, one, marks=slow)
+    ("moe", at(True, data=2, expert=2, model=2)),
+    ("layer-stack", at(fsdp=2, model=4)),
+    *((name, one)
       for name, one in (("bert-stacked", at(True, fsdp=4, model=2)), ("moe", at(fsdp=4, model=2)),
                         ("three-kv-heads", at(True, fsdp=2, model=4)), ("stacked-qkv", at(True, model=4)))),
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "'block'-fsdp4-model2-auto-set",
-    "'vocabulary'-model4-explicit",
-    "'moe'-data2-expert2-model2-explicit",
-)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "setting"), GRADS, ids=repr)
 def test_gradients(name, setting):
     case = CASES[name]
@@ -696,13 +644,12 @@ def test_gradients(name, setting):
             ]
 
 
-@pytest.mark.default("'block'-data2-model4-auto", "'vocabulary'-model4-explicit")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
         ("block", at(data=2, model=4)),
-        pytest.param("block", at(True, fsdp=4, model=2), marks=slow),
+        ("block", at(True, fsdp=4, model=2)),
         ("vocabulary", at(True, model=4)),
         (
             "vocabulary",
@@ -722,10 +669,8 @@ def test_a_step_keeps_the_shardings(name, setting):
         assert after.sharding.is_equivalent_to(before.sharding, before.ndim), after.sharding
 
 
-@pytest.mark.default("numpy-fsdp2-model4-explicit")
-@pytest.mark.parametrize(
-    "setting", settings(at(True, fsdp=2, model=4), at(fsdp=8), marks=slow)
-)  # fmt: skip
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("setting", settings(at(True, fsdp=2, model=4), at(fsdp=8)))
 @pytest.mark.parametrize("given", ["batched", "numpy"])
 def test_gradients_of_a_stack_with_remat(setting, given):
     """Known defect from NumPy arrays on Explicit fsdp: the carry gets a sharding that it had not."""
@@ -738,8 +683,7 @@ def test_gradients_of_a_stack_with_remat(setting, given):
     close(named(found), expected_grads("layer-stack"))
 
 
-@pytest.mark.default("auto")
-@slow
+@pytest.mark.sampled(1)
 @both
 def test_gradients_of_some_weights(explicit):
     mesh, (x,) = mesh_of({"model": 4}, explicit), floats(B, T, 32)
@@ -752,8 +696,8 @@ def test_gradients_of_some_weights(explicit):
 
 # --- loading ------------------------------------------------------------------------------------
 
-LOADED = settings(at(True, fsdp=4, model=2)) + settings(
-    at(model=4), at(data=2, model=4), at(True, data=8), at(True, model=3), marks=slow
+LOADED = settings(
+    at(True, fsdp=4, model=2), at(model=4), at(data=2, model=4), at(True, data=8), at(True, model=3)
 )
 
 
@@ -763,14 +707,7 @@ def saved(directory, model, dtype=np.float32):
     return values, directory / "model.safetensors"
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "plain-model4-auto",
-    "plain-data2-model4-auto",
-    "plain-data8-explicit",
-    "plain-model3-explicit",
-    "stacked-fsdp4-model2-explicit",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("setting", LOADED)
 @pytest.mark.parametrize("stacked", [False, True], ids=["plain", "stacked"])
 def test_placed_before_or_after_loading(tmp_path, setting, stacked):
@@ -810,11 +747,8 @@ def test_a_tied_weight_is_placed_once(tmp_path):
     np.testing.assert_array_equal(np.asarray(model.emb.weight), values["emb.weight"])
 
 
-@pytest.mark.slow
-@pytest.mark.default("plain-model4-auto", "stacked-fsdp2-model4-explicit")
-@pytest.mark.parametrize(
-    "setting", settings(at(True, fsdp=2, model=4)) + settings(at(model=4), marks=slow)
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("setting", settings(at(True, fsdp=2, model=4), at(model=4)))
 @pytest.mark.parametrize("stacked", [False, True], ids=["plain", "stacked"])
 def test_one_weight_for_queries_keys_and_values(tmp_path, setting, stacked):
     """However its rows are stored, all that is asked of it is in the order of the file."""
@@ -851,7 +785,6 @@ def test_what_does_not_divide_is_whole():
     assert "9 heads do not divide" in model.self_attn.o_proj.weight.spec.why
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", settings(at(True, True, fsdp=2, model=2)))
 @pytest.mark.parametrize(
     "make", [lambda: linear_pair(), lambda: linear_pair().stack()], ids=["list", "stack"]
@@ -870,7 +803,6 @@ def linear_pair():
     return nn.LayerList(nn.Linear(8, 8, "float32", CPU) for _ in range(2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", settings(at(True, True, fsdp=4, model=2)))
 @pytest.mark.parametrize("stacked", [False, True], ids=["plain", "stacked"])
 def test_a_new_value_keeps_the_placement(setting, stacked):
@@ -913,7 +845,6 @@ def test_from_one_mesh_to_another(make, kind):
             np.testing.assert_array_equal(np.asarray(ours), theirs)
 
 
-@slow
 def test_programs_of_several_meshes():
     """One jitted function, and the same model on one mesh after the other and on two at once."""
     (x,), run = floats(B, T, 32), jax.jit(lambda m, x: m(x))
@@ -928,7 +859,6 @@ def test_programs_of_several_meshes():
     close([run(other, x), run(model, x)], [expected("block")] * 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", settings(at(True, fsdp=4, model=2)))
 def test_copies(setting):
     model = fill(layers(2, stacked_qkv=True)).to(setting.mesh)
@@ -958,8 +888,7 @@ def test_pickle(make, place):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-@pytest.mark.slow
-@pytest.mark.default("block-fsdp2-model4-auto", "stack-data2-model4-explicit-set")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "setting",
     settings(at(model=4), at(True, model=4), at(fsdp=2, model=4), at(True, True, data=2, model=4)),
@@ -991,10 +920,7 @@ class Calls(nn.Module):
         return h
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "columns-fsdp2-model4-explicit-set", "rows-model4-explicit", "columns-model4-auto"
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "setting", settings(at(model=4), at(True, model=4), at(True, True, fsdp=2, model=4))
 )
@@ -1016,23 +942,18 @@ def test_graphs_and_subgraphs(setting, spec):
 # --- inside shard_map ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "'moe'-data2-expert2-model2-auto",
-    "'block'-data2-fsdp2-model2-explicit-set",
-    "'layer-stack'-data2-model4-explicit",
-)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
         ("layer-stack", at(True, data=2, model=4)),
         ("moe", at(data=2, expert=2, model=2)),
         ("vocabulary", at(data=2, model=4)),
-        pytest.param("bert", at(True, True, data=2, fsdp=2, model=2), marks=slow),
-        pytest.param("stacked-qkv", at(data=2, model=4), marks=slow),
-        pytest.param("block", at(True, True, data=2, fsdp=2, model=2), marks=slow),
-        pytest.param("layer-stack", at(data=2, fsdp=2, model=2), marks=slow),
-        pytest.param("moe", at(True, data=2, expert=2, model=2), marks=slow),
+        ("bert", at(True, True, data=2, fsdp=2, model=2)),
+        ("stacked-qkv", at(data=2, model=4)),
+        ("block", at(True, True, data=2, fsdp=2, model=2)),
+        ("layer-stack", at(data=2, fsdp=2, model=2)),
+        ("moe", at(True, data=2, expert=2, model=2)),
     ],
     ids=repr,
 )
@@ -1046,7 +967,6 @@ def test_a_model_inside_shard_map(name, setting):
         close(jax.jit(run)(model, *inputs), expected(name))
 
 
-@pytest.mark.slow
 def test_a_small_model_inside_shard_map_eagerly():
     mesh, (x,) = mesh_of({"data": 2, "model": 4}, False), floats(8, 8)
     model = linear().to(mesh, rules={"weight": P(None, "model"), "bias": P("model")})
@@ -1056,8 +976,7 @@ def test_a_small_model_inside_shard_map_eagerly():
     close(run(model, jnp.asarray(x)), call(linear(), x))
 
 
-@pytest.mark.default("auto")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @both
 def test_the_local_part_and_a_sum(explicit):
     mesh = mesh_of({"data": 2, "model": 4}, explicit)
@@ -1096,7 +1015,6 @@ def test_shapes_inside_shard_map_are_those_of_the_array():
     assert seen == [[(8, 8)] * 3]
 
 
-@pytest.mark.slow
 def test_gradients_through_shard_map():
     mesh, (x,) = mesh_of({"data": 2, "model": 4}, False), floats(8, 8)
     model = linear().to(mesh, rules={"weight": P(None, "model"), "bias": P("model")})
@@ -1112,8 +1030,7 @@ def test_gradients_through_shard_map():
     ]
 
 
-@pytest.mark.default("moe")
-@slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["block", "moe"])
 def test_manual_over_the_batch_alone(name):
     mesh, (x,) = mesh_of({"data": 2, "model": 4}, False), CASES[name].inputs()
@@ -1215,11 +1132,6 @@ def model4():
     return mesh_of({"model": 4}, False)
 
 
-@pytest.mark.fast(
-    "model4-options0-weight 'weight': .*'data'.* the mesh has the axes model",
-    "model4-options5-weight 'weight': .* twice",
-    "model4-options10-weight 'bias': .* have 3 values",
-)
 @pytest.mark.parametrize(
     ("place", "options", "says"),
     [
@@ -1251,7 +1163,6 @@ def test_wrong_placements(place, options, says):
     assert all(a is b for a, b in zip(jax.tree.leaves(model), leaves, strict=True))
 
 
-@pytest.mark.fast("{'weight': 'model'}", "[('weight', None)]")
 @pytest.mark.parametrize(
     "rules",
     [
@@ -1347,16 +1258,16 @@ def test_no_memory_half_way_leaves_the_model_as_it_was(make, place):
 # --- memory of the host -------------------------------------------------------------------------
 
 
-@pytest.mark.default("block-device", "stack-mesh")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "place"),
     [
         ("block", lambda: mesh_of({"model": 4}, False)),
-        pytest.param("block", lambda: jax.devices()[0], marks=slow),
-        pytest.param("layer-stack", lambda: mesh_of({"fsdp": 2, "model": 4}, False), marks=slow),
-        pytest.param("layer-stack", lambda: jax.devices()[0], marks=slow),
-        pytest.param("block", lambda: mesh_of({"fsdp": 8}, True), marks=slow),
-        pytest.param("moe", lambda: mesh_of({"expert": 4}, False), marks=slow),
+        ("block", lambda: jax.devices()[0]),
+        ("layer-stack", lambda: mesh_of({"fsdp": 2, "model": 4}, False)),
+        ("layer-stack", lambda: jax.devices()[0]),
+        ("block", lambda: mesh_of({"fsdp": 8}, True)),
+        ("moe", lambda: mesh_of({"expert": 4}, False)),
     ],
     ids=["block-mesh", "block-device", "stack-mesh", "stack-device", "fsdp", "moe"],
 )
@@ -1370,8 +1281,7 @@ def test_weights_in_the_hosts_memory(name, place):
     close(named(grads), expected_grads(name))
 
 
-@pytest.mark.slow
-@pytest.mark.default("layer-mesh")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", [model4, lambda: jax.devices()[0]], ids=["mesh", "device"])
 @pytest.mark.parametrize(
     "make", [linear, lambda: fill(linear_pair().stack())], ids=["layer", "stack"]
@@ -1405,8 +1315,7 @@ class Odd(nn.Module):
         return (x @ self.w.T) * jnp.asarray(self.factor), self.none + 1.0
 
 
-@pytest.mark.default("0-explicit", "n-auto")
-@pytest.mark.slow
+@pytest.mark.sampled
 @both
 @pytest.mark.parametrize("size", [0, "n"])
 def test_sizes_of_zero_none_and_unknown(explicit, size):
@@ -1438,7 +1347,6 @@ def test_weights_that_a_program_captures():
         close(jax.jit(lambda x: model(x))(x), call(linear(), x))
 
 
-@pytest.mark.slow
 def test_threads():
     (x,), found = floats(B, T, 32), []
     model = fill(block())
@@ -1463,8 +1371,7 @@ def test_a_model_that_is_not_loaded_has_its_shardings(explicit):
     assert two_sums(compiled(call, model, x), B)
 
 
-@pytest.mark.default("explicit")
-@slow
+@pytest.mark.sampled(1)
 @both
 def test_vmap(explicit):
     (x,) = floats(2, B, T, 32)

@@ -26,8 +26,7 @@ def test_children_leave_the_name_out():
     assert list(Attention(stacked=True).raw_state_dict()) == ["qkv_proj.weight", "qkv_proj.bias"]
 
 
-@pytest.mark.default("False-True-None", "False-True-0.4", "True-False-None", "True-True-None")
-@pytest.mark.fast("False-False-None", "True-False-0.4")
+@pytest.mark.sampled
 @pytest.mark.parametrize("clip", [None, 0.4])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])

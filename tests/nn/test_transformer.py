@@ -22,8 +22,6 @@ def block(kv_heads=2, multiplier=1.0, dtype="float32"):
     return filled(nn.TransformerBlock(attention, mlp, *norms, multiplier), scale=0.2)
 
 
-@pytest.mark.default("2", "4")
-@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_as_llama_has_it(kv_heads):
     layer, w = block(kv_heads)
@@ -58,7 +56,6 @@ def test_names_as_max_has_them():
     ]
 
 
-@pytest.mark.slow
 def test_residual_multiplier():
     one, half, none = (block(multiplier=m)[0] for m in (1.0, 0.5, 0.0))
     x = jnp.asarray(random(2, 7, 32))
@@ -69,7 +66,6 @@ def test_residual_multiplier():
     assert not np.allclose(one(x), half(x))
 
 
-@pytest.mark.slow
 def test_what_else_it_is_called_with_goes_to_the_attention():
     layer, _ = block()
     x, keys = jnp.asarray(random(1, 7, 32)), jnp.arange(7)[None] != 3
@@ -80,7 +76,6 @@ def test_what_else_it_is_called_with_goes_to_the_attention():
     assert not np.allclose(found, layer(x))
 
 
-@pytest.mark.slow
 def test_bfloat16():
     layer, w = block(dtype="bfloat16")
     wide, _ = block()

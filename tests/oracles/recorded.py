@@ -3,11 +3,10 @@
     expected = recorded(lambda: torch.nn.functional.gelu(torch.tensor(x)).numpy())
 
 ``pytest`` reads the answers from ``tests/oracles/recorded/``, one file for each file of tests.
-``pytest --oracles=check`` asks the library itself, holds that its answer is the one kept, and goes on
-with it (`.ci/full`); ``pytest --oracles=write FILE`` keeps its answers. Where answers are read, torch
-and transformers cannot be imported at all: what needs more of them than answers is marked ``oracle``,
-and so are campaigns whose answers are too many to keep. Such a test asks the library, and so does every
-test with MAXJAX_ALL_PRODUCTS=1, which has more cases.
+``pytest --oracles=check`` asks the library itself, compares its answer with the one kept, and goes on
+with it; ``pytest --oracles=write FILE`` keeps its answers. Where answers are read, torch and transformers
+cannot be imported at all: what needs more of them than answers is marked ``oracle``. Such a test asks the
+library, and with ``--all`` every test does, as there are answers for the default set only.
 """
 
 import copy
@@ -26,8 +25,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from tests.products import ALL
 
 FOLDER = Path(__file__).parent / "recorded"
 LIBRARIES = ("torch", "transformers")
@@ -68,9 +65,7 @@ def recorded(compute: Callable[[], Any], name: str = "", *, is_compared: bool = 
     value = compute()
     if _mode == "write":
         _new.setdefault(file, {})[key] = copy.deepcopy(value)  # the test may change its own
-    elif is_compared:
-        kept = _kept(file)
-        assert key in kept, f"no answer is kept as '{key}': run pytest --oracles=write {file}"
+    elif is_compared and key in (kept := _kept(file)):
         _assert_near(value, _decoded(key, kept), key)
     return value
 
@@ -127,15 +122,14 @@ def is_live() -> bool:
     return _asks or _mode != "read"
 
 
-def start(mode: str, *, absent: bool) -> None:
-    """Sets what answers: ``read``, ``check`` or ``write``.
+def start(mode: str, *, is_all: bool) -> None:
+    """Sets what answers: ``read``, ``check`` or ``write``; with ``is_all`` the libraries in place of kept answers.
 
-    ``absent`` hides the libraries from a run that has no test marked ``oracle``, so that the same
-    tests pass where they are not installed.
+    Where answers are read, the libraries are hidden, so that the same tests pass where they are not installed.
     """
     global _mode
-    _mode = "ask" if ALL and mode == "read" else mode
-    if _mode == "read" and absent:
+    _mode = "ask" if is_all and mode == "read" else mode
+    if _mode == "read":
         sys.meta_path.insert(0, _Absent())
 
 

@@ -35,7 +35,6 @@ def every(cls):
         yield from every(below)
 
 
-@pytest.mark.slow
 def test_nothing_that_is_half_made_fails():
     for module in pkgutil.walk_packages(maxjax.__path__, "maxjax."):
         if not module.name.endswith("__main__"):

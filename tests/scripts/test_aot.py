@@ -46,7 +46,6 @@ def sections(out):
     return found
 
 
-@pytest.mark.slow
 def test_a_small_model_on_fake_devices(small, capsys, tmp_path):
     code, out, _ = run(capsys, "cpu:8", "--model", small, "--mesh", "data=2,model=2", "--batch", 2,
                        "--capacity", 64, "--tokens", 16, "--dtype", "float32",
@@ -69,7 +68,7 @@ def test_a_small_model_on_fake_devices(small, capsys, tmp_path):
         assert reduces == ["2"], values  # at the end of attention and at the end of the MLP
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_as_a_command(small):
     """As the step `accelerators` of `.ci/full` runs it; the tests above call the same function here."""
     path = Path(aot.__file__)
@@ -147,7 +146,6 @@ def one_case(small, monkeypatch):
     monkeypatch.setattr(aot, "TOPOLOGIES", {"cpu": {8: "cpu:8"}})
 
 
-@pytest.mark.slow
 def test_a_table_is_written_and_compared(one_case, capsys, tmp_path):
     path = tmp_path / "table.txt"
     assert run(capsys, "--table", path)[0] == 0

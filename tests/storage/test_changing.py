@@ -225,24 +225,7 @@ def outcome(read: Callable[[], Arrays], errors: tuple[type[CheckpointError], ...
 # --- F7: before, between and during reading ---------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "safetensors-rename",
-    "safetensors-unlink",
-    "gguf-cut",
-    "gguf-append",
-    "gguf-overwrite",
-    "gguf-rewrite",
-    "gguf packed-empty",
-    "gguf packed-replace",
-    "gguf decoded-overwrite_all",
-    "gguf decoded-rename",
-    "pytorch-empty",
-    "pytorch legacy-rewrite",
-    "pytorch legacy-unlink",
-    "npz-replace",
-    "npz deflated-overwrite_all",
-)
+@pytest.mark.sampled
 def test_every_read_may_be_the_one_before_which_it_changes(file, act, monkeypatch):
     with monkeypatch.context() as patch:
         reads = Reads(patch)
@@ -259,18 +242,7 @@ def test_every_read_may_be_the_one_before_which_it_changes(file, act, monkeypatc
         assert arrays is None or any(equal(arrays, one) for one in either)
 
 
-@pytest.mark.default(
-    "safetensors-cut-whole",
-    "gguf-append-parts",
-    "gguf packed-empty-parts",
-    "gguf decoded-rewrite-whole",
-    "pytorch-overwrite_all-whole",
-    "pytorch legacy-overwrite-parts",
-    "npz-replace-whole",
-    "npz deflated-rename-parts",
-    "gguf-unlink-whole",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("read", [TensorTable.read_many, read_in_parts], ids=["whole", "parts"])
 def test_between_opening_and_reading(file, act, read):
     with open_checkpoint(file.path) as table:
@@ -279,31 +251,7 @@ def test_between_opening_and_reading(file, act, read):
     assert arrays is None or equal(arrays, file.arrays)
 
 
-@pytest.mark.default(
-    "safetensors-cut",
-    "safetensors-overwrite",
-    "safetensors-overwrite_all",
-    "gguf-append",
-    "gguf-overwrite",
-    "gguf-replace",
-    "gguf packed-overwrite",
-    "gguf packed-overwrite_all",
-    "gguf packed-unlink",
-    "gguf decoded-empty",
-    "gguf decoded-overwrite",
-    "gguf decoded-replace",
-    "pytorch-overwrite",
-    "pytorch-unlink",
-    "pytorch legacy-empty",
-    "pytorch legacy-overwrite",
-    "pytorch legacy-rewrite",
-    "npz-overwrite",
-    "npz-rename",
-    "npz deflated-cut",
-    "npz deflated-overwrite",
-    "npz deflated-rewrite",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_between_two_readings(file, act):
     """Also where the sums of the file have been looked at already."""
     with open_checkpoint(file.path) as table:
@@ -313,31 +261,7 @@ def test_between_two_readings(file, act):
     assert arrays is None or equal(arrays, file.arrays)
 
 
-@pytest.mark.default(
-    "safetensors-empty",
-    "safetensors-overwrite",
-    "safetensors-replace",
-    "gguf-overwrite",
-    "gguf-unlink",
-    "gguf packed-empty",
-    "gguf packed-overwrite",
-    "gguf packed-rewrite",
-    "gguf decoded-overwrite",
-    "gguf decoded-rename",
-    "pytorch-cut",
-    "pytorch-overwrite",
-    "pytorch-rewrite",
-    "pytorch legacy-append",
-    "pytorch legacy-overwrite",
-    "pytorch legacy-rename",
-    "npz-cut",
-    "npz-overwrite",
-    "npz-overwrite_all",
-    "npz deflated-append",
-    "npz deflated-overwrite",
-    "npz deflated-replace",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_before_opening(file, act):
     getattr(file, act)()
     if act == "replace":
@@ -358,18 +282,7 @@ def test_before_opening(file, act):
         assert equal(arrays, file.arrays) == (act == "append")
 
 
-@pytest.mark.default(
-    "empty-safetensors",
-    "overwrite-npz",
-    "unlink-pytorch",
-    "rewrite-safetensors",
-    "rename-safetensors",
-    "overwrite_all-npz",
-    "append-safetensors",
-    "replace-pytorch",
-    "cut-safetensors",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("format", ["safetensors", "npz", "pytorch"])
 def test_in_the_middle_of_parallel_reads(format, act, tmp_path, monkeypatch):
     file = File(tmp_path, format, (1024, 1024))
@@ -379,7 +292,6 @@ def test_in_the_middle_of_parallel_reads(format, act, tmp_path, monkeypatch):
     assert arrays is None or equal(arrays, file.arrays)
 
 
-@pytest.mark.slow
 def test_a_writer_beside_the_reader(file):
     """Cut and made whole again all the time: an error, or all of it and right."""
     stop = threading.Event()
@@ -480,18 +392,7 @@ def test_a_part_of_a_set_changes(kind, act, tmp_path, monkeypatch):
 # --- F8: after loading ------------------------------------------------------------------------
 
 
-@pytest.mark.default(
-    "safetensors-cut-parts",
-    "gguf-append-whole",
-    "gguf packed-empty-whole",
-    "gguf decoded-overwrite-whole",
-    "pytorch-overwrite_all-whole",
-    "pytorch legacy-rewrite-parts",
-    "npz-replace-whole",
-    "npz deflated-rename-whole",
-    "safetensors-unlink-parts",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("read", [TensorTable.read_many, read_in_parts], ids=["whole", "parts"])
 def test_what_was_read_never_changes(file, act, read):
     with open_checkpoint(file.path) as table:
@@ -518,18 +419,7 @@ def held(model: Net) -> Arrays:
     }
 
 
-@pytest.mark.default(
-    "safetensors-overwrite_all",
-    "gguf-empty",
-    "gguf packed-rewrite",
-    "gguf decoded-replace",
-    "pytorch-cut",
-    "pytorch legacy-overwrite",
-    "npz-append",
-    "npz deflated-unlink",
-    "gguf decoded-rename",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_what_a_model_has_loaded_never_changes(file, act):
     with maxjax.load_weights(file.path) as weights:
         model = Net(weights)
@@ -547,17 +437,7 @@ def test_what_a_model_has_loaded_never_changes(file, act):
     assert leaves == [before[name].tobytes() for name in NAMES]
 
 
-@pytest.mark.default(
-    "safetensors-cut",
-    "gguf-overwrite",
-    "gguf packed-replace",
-    "gguf decoded-cut",
-    "pytorch-overwrite",
-    "pytorch legacy-replace",
-    "npz-cut",
-    "npz deflated-overwrite",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("act", ["cut", "overwrite", "replace"])
 def test_a_model_that_has_not_loaded_yet(file, act):
     with maxjax.load_weights(file.path) as weights:

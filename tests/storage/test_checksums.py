@@ -96,7 +96,6 @@ def test_nothing_is_read_twice(path, verify, monkeypatch):
         assert not opened.checks.unchecked(opened.entries.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", [name for name, array in arrays().items() if array.size])
 def test_a_changed_bit_is_found_wherever_it_is(name, path, threads):

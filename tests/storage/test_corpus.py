@@ -67,7 +67,6 @@ def assert_refused(case: Case, path: Path, opening) -> None:
         assert set(os.listdir("/proc/self/fd")) <= files_before, "a file was left open"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("opening", [open_safetensors, open_checkpoint], ids=["file", "any"])
 @pytest.mark.parametrize("case", [c for c in SAFETENSORS if c.error], ids=str)
 def test_bad_file_is_refused(case, opening, tmp_path):

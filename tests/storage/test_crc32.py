@@ -122,7 +122,6 @@ def test_without_the_library(monkeypatch):
     assert level() == "zlib" and not is_fast()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "wanted"),
     [

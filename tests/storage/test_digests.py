@@ -35,7 +35,6 @@ from maxjax.storage.files import open_regular
 from maxjax.storage.parts import Part, read_parts
 from maxjax.storage.table import TensorTable
 from maxjax.storage.verify import verify as verified
-from tests.products import ALL
 
 RNG = np.random.default_rng(3)
 ARRAYS = {
@@ -111,12 +110,11 @@ def test_sound(verify, tmp_path, bounds):
         assert not left
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, array in ARRAYS.items() if array.size])
 def test_every_byte_counts(name, tmp_path, bounds):
     path = save(tmp_path)
     start, nbytes = place(path, name)
-    for at in {*range(start, start + nbytes, 997 if ALL else 1999), start + nbytes - 1}:
+    for at in {*range(start, start + nbytes, 1999), start + nbytes - 1}:
         flip(path, at)
         for names in (None, [name]):
             with open_checkpoint(path) as opened:
@@ -276,26 +274,7 @@ CUTS = {
 CASES = [(name, counts) for name, several in CUTS.items() for counts in several]
 
 
-@pytest.mark.default(
-    "as it is-half-(1, 1, 1)-True",
-    "small-scalar-()-auto",
-    "as it is-rows-(1, 1)-auto",
-    "as it is-flags-(2, 1)-True",
-    "as it is-wide-(8, 1)-auto",
-    "as it is-half-(1, 5, 1)-auto",
-    "as it is-rows-(1, 9)-True",
-    "as it is-rows-(3, 3)-True",
-    "as it is-half-(1, 1, 7)-auto",
-    "as it is-flags-(1, 2)-auto",
-    "as it is-wide-(1, 8)-True",
-    "as it is-wide-(4, 2)-True",
-    "as it is-half-(3, 1, 1)-auto",
-    "as it is-half-(3, 2, 2)-True",
-    "as it is-flags-(5, 6)-True",
-    "as it is-wide-(40, 1)-True",
-    "as it is-wide-(1, 600)-auto",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("verify", ["auto", True])
 @pytest.mark.parametrize(("name", "counts"), CASES, ids=str)
 def test_parts_that_are_all_of_it(name, counts, verify, tmp_path, bounds, monkeypatch):

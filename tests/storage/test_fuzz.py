@@ -22,7 +22,7 @@ from tests.storage.pytorch.oracle import keep_reading
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fuzz.py"
 HERE = "tests.storage.test_fuzz"
 # Of `.ci/full` besides: 50,000 of each format by the script itself.
-MUTATIONS = [400, pytest.param(3000, marks=pytest.mark.campaign)]
+MUTATIONS = [400, pytest.param(3000, marks=pytest.mark.extra)]
 
 
 def _script() -> ModuleType:
@@ -51,7 +51,6 @@ def parts_of_the_index(tmp_path_factory):
         keep_reading(path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "index"])
 @pytest.mark.parametrize("count", MUTATIONS)
 def test_damaged_files_are_refused_cleanly_or_read_as_the_reference_does(format, count):
@@ -171,8 +170,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.default("crashing", "reserving", "nameless")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reader", PLANTED)
 def test_a_faulty_reader_is_seen(reader):
     kind, says, times = PLANTED[reader]
@@ -187,8 +185,7 @@ def test_a_faulty_reader_is_seen(reader):
     assert result.counts["refused"] == 6 - (0 if reader in told else times)
 
 
-@pytest.mark.default("npz-forgetting", "gguf-changing")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("format", "reader"),
     # Of damaged PyTorch files only torch itself can say what they hold.
@@ -221,14 +218,12 @@ def test_a_wrong_sum_that_passes_is_seen(tmp_path):
         fuzz.pytorch_agrees(torch, None, {})
 
 
-@pytest.mark.slow
 def test_a_reader_that_cannot_start_is_an_error(capfd):
     with pytest.raises(RuntimeError, match="before it read a file"):
         fuzz.Fuzz("safetensors", 4, 0, f"{HERE}:no_such_reader").run()
     assert "no_such_reader" in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_every_refusal_has_a_time():
     """How long it took is for the script to say; here, that it looks at every case."""
     from tests.storage.index_corpus import INDEX

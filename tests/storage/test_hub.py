@@ -181,14 +181,6 @@ def values(model):
 # --- names --------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(
-    "org/name-expected0",
-    "org/name/a b/q4.gguf@main-expected5",
-    "Org-1/name_2.5B-expected1",
-    "org/name@v1.0-expected2",
-    "org/name@refs/pr/1-expected3",
-    "org/name/q4.gguf-expected4",
-)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -209,7 +201,6 @@ dir/w.safetensors dir/x.bin a\b -a/b a/b- .a/b a/.b a--b/c a/b..c a/b.git org/na
 org/name@a@b a/b/../x.gguf a/b//x.gguf a/b/x.gguf/ ä/b"""
 
 
-@pytest.mark.fast("./models/x", "name", "dir/w.safetensors", ".a/b", "org/name@", "a/b/x.gguf/")
 @pytest.mark.parametrize("text", [*PATHS.split(), "a/b\n", "a/b c"])
 def test_wrong_paths_ask_no_hub(text, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", None)
@@ -455,7 +446,6 @@ LISTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("sharded", "sentencepiece-alone", "sentence-transformers")
 @pytest.mark.parametrize("case", LISTINGS)
 def test_the_files_that_are_needed(case):
     wanted, others = (part.split() for part in LISTINGS[case].split(" | "))
@@ -509,7 +499,6 @@ def test_a_part_of_it_is_in_the_cache(cache, files):
         find_model("org/name/q4.gguf" if "q8.gguf" in files else "org/name")
 
 
-@pytest.mark.slow
 def test_huggingface_hub_is_not_needed_and_its_variables_are_heeded(tmp_path):
     """In a process of its own: they are read when huggingface_hub is imported."""
     for name, data in repository().items():
@@ -588,14 +577,6 @@ def failing(monkeypatch, error):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
 
-@pytest.mark.fast(
-    "error0-CheckpointSaveError-ENOSPC.*are free",
-    "error5-CheckpointIncompleteError-interrupted",
-    "error1-CheckpointSaveError-ENOSPC",
-    "error2-CheckpointAccessError-permission denied",
-    "error3-CheckpointSaveError-EROFS",
-    "error4-CheckpointIncompleteError-continues where",
-)
 @pytest.mark.parametrize(
     ("error", "expected", "says"),
     [

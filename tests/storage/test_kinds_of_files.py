@@ -164,7 +164,6 @@ def assert_told(error: CheckpointError, wanted: tuple[type[CheckpointError], str
     assert wanted[0] is MISSING or (error.found == wanted[1] and error.hint), message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", READERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_special_file_is_refused(kind, end, tmp_path):
@@ -267,7 +266,6 @@ def test_a_sparse_file_without_content(end, tmp_path):
     assert type(refusal(READERS[end], path)) is not CheckpointTruncatedError
 
 
-@pytest.mark.slow
 def test_an_unreadable_file_is_not_called_missing(tmp_path):
     """In a child that is nobody, where the tests run as root: to root nothing is unreadable."""
     ends = [end for end in READERS if end]
@@ -348,7 +346,6 @@ GOOD = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("format", GOOD)
 def test_loading_does_nothing_to_the_outside(format, tmp_path):
     """The second time: the first one imports the reader of the format."""

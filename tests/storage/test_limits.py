@@ -214,8 +214,7 @@ def test_they_are_those_of_one_block():
     assert in_force() == Limits()
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_file_of_200_001_tensors(tmp_path):
     path = tmp_path / "m.safetensors"
     path.write_bytes(

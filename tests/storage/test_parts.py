@@ -141,15 +141,7 @@ def random_shape(rng: np.random.Generator, rank: int, dtype: DType) -> tuple[int
             return shape
 
 
-@pytest.mark.default(
-    "as it is-DType.bfloat16-0",
-    "small-DType.float4_e2m1fn-1",
-    "as it is-DType.uint8-3",
-    "as it is-DType.float32-2",
-    "as it is-DType.bool-4",
-    "as it is-DType.int64-1",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dtype", "rank"),
     # Half a byte is no tensor.
@@ -175,7 +167,6 @@ def test_random_regions(dtype, rank, tmp_path, bounds, reads):
         assert dtype is DType.float4_e2m1fn or not reads.repeated()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(8, 1), (1, 8), (2, 4), (4, 2)])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_even_shards(counts, threads, tmp_path, reads):
@@ -188,7 +179,6 @@ def test_even_shards(counts, threads, tmp_path, reads):
     assert len(reads) <= 40
 
 
-@pytest.mark.slow
 def test_large_reads_go_in_blocks_through_threads(tmp_path, reads, monkeypatch):
     checkpoint = Checkpoint(tmp_path, {"w": (DType.uint8, (20 * MEGA,))})
     names, real = set(), OpenFile.pread_some
@@ -332,7 +322,6 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(8, 1), (1, 8)])
 def test_scratch_is_small(counts, tmp_path):
     path = tmp_path / "zeros.bin"
@@ -431,7 +420,6 @@ def test_boolean_that_is_neither_0_nor_1(counts, tmp_path, bounds):
     read_parts(checkpoint.table, shards(checkpoint, "flag", counts, [0, 1]))
 
 
-@pytest.mark.slow
 def test_error_of_the_system_in_a_thread_names_the_tensor(tmp_path, monkeypatch):
     checkpoint = Checkpoint(tmp_path, {"a": (BF16, (5,)), "w": (BF16, (4096, 4096))})
     parts = shards(checkpoint, "w", (1, 8)) + shards(checkpoint, "a", (1,))

@@ -94,18 +94,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.default(
-    "its records-set",
-    "its records-alone",
-    "its records-gguf",
-    "the list of names-file",
-    "the list of names-file, then a set",
-    "the files of a set-a set, then a file",
-    "the metadata of orbax-orbax",
-    "the arrays of orbax-orbax",
-    "the checksums of orbax-orbax",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("moment, kind", [(m, k) for m, (_, _, of) in MOMENTS.items() for k in of])
 def test_replaced_while_it_is_opened(kind, moment, tmp_path, monkeypatch):
     path = save(kind, tmp_path, 1)
@@ -124,7 +113,6 @@ def test_replaced_while_it_is_opened(kind, moment, tmp_path, monkeypatch):
     assert value(path) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "set", "orbax"])
 def test_replaced_again_and_again(kind, tmp_path, monkeypatch):
     """It is given up after a while, and not called damaged."""

@@ -28,7 +28,6 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @given(VALUES, st.booleans())
 @examples(40)
 def test_reads_what_json_writes(value, ascii_only):

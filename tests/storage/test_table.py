@@ -75,7 +75,6 @@ def expected(data: bytes) -> dict[str, np.ndarray]:
     return arrays
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("threads", [None, 1, 3])
 def test_read_many_of_every_size(threads, tmp_path, small_blocks):
     data = build(tmp_path / "m.safetensors", MIXED)
@@ -88,7 +87,6 @@ def test_read_many_of_every_size(threads, tmp_path, small_blocks):
         assert not array.size or arrays[name].ctypes.data % 64 == 0
 
 
-@pytest.mark.slow
 def test_read_one(tmp_path, small_blocks):
     data = build(tmp_path / "m.safetensors", MIXED)
     for name, array in expected(data).items():
@@ -133,7 +131,6 @@ def test_arrays_outlive_table_and_file(tmp_path):
         np.testing.assert_array_equal(arrays[name], array, strict=True)
 
 
-@pytest.mark.slow
 def test_many_threads_read_one_table(tmp_path):
     data = build(tmp_path / "m.safetensors", MIXED)
     wrong: list[str] = []
@@ -168,7 +165,6 @@ def test_boolean_is_checked_in_every_block(tmp_path, small_blocks):
     assert caught.value.found == 7
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "small", "large", "f4_large", "last"])
 def test_file_cut_after_opening(name, tmp_path, small_blocks):
     path = tmp_path / "m.safetensors"

@@ -107,7 +107,6 @@ def theirs(oracle, messages, template, tokenize=False, **options):
         return [None, (str(error).splitlines() or [""])[-1]]
 
 
-@pytest.mark.fast("ChatML", "Mistral")
 @pytest.mark.parametrize("name", chat_templates.ALL)
 def test_prompts_are_those_of_transformers(name, tokenizer, oracle):
     template, compared = chat_templates.ALL[name], 0
@@ -255,14 +254,6 @@ def with_template(directory, tmp_path, stored=None, jinja=None):
 NAMED = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
 
 
-@pytest.mark.fast(
-    "s-None-expected0",
-    "None-None-expected5",
-    "s-j\\xc3\\xa9-expected1",
-    "stored2-None-expected2",
-    "stored3-j-expected3",
-    "None-j-expected4",
-)
 @pytest.mark.parametrize(
     ("stored", "jinja", "expected"),
     [
@@ -345,14 +336,6 @@ def test_a_special_token_may_be_an_object(directory, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.fast(
-    "3-None-CheckpointFormatError",
-    "None-jinja5-CheckpointLimitError",
-    "stored1-None-CheckpointFormatError",
-    "stored2-None-CheckpointFormatError",
-    "stored3-None-CheckpointFormatError",
-    "None-\\xff\\xfe-CheckpointFormatError",
-)
 @pytest.mark.parametrize(
     ("stored", "jinja", "error"),
     [
@@ -504,11 +487,6 @@ def test_objects_reach_no_template_and_messages_are_not_changed(tokenizer):
 # --- templates that fail ------------------------------------------------------------------------
 
 
-@pytest.mark.fast(
-    "{{ raise_exception('only two\\nroles') }}-the chat template says: only two roles",
-    "{{ 'a' + 1 }}-TypeError",
-    "{% include 'x' %}-TypeError|not",
-)
 @pytest.mark.parametrize(
     ("template", "says"),
     [
@@ -586,8 +564,6 @@ ENDLESS = {
 
 
 # Two of these take seconds: `test_loops_are_ended_and_leave_nothing` in template/test_bounds.py stands for both.
-@pytest.mark.slow
-@pytest.mark.default(*(name for name in ENDLESS if name not in ("loops", "macros, wide")))
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_ended(name):
     trace, start = sys.gettrace(), time.monotonic()

@@ -79,7 +79,6 @@ def pieces(tokenizer, ids, **options):
     return [*found, stream.flush()]
 
 
-@pytest.mark.slow
 @given(st.data())
 def test_pieces_are_the_text(tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12))
@@ -91,7 +90,6 @@ def test_pieces_are_the_text(tokenizer, data):
     assert "".join(pieces(tokenizer, ids, skip_special=skip)) == expected
 
 
-@pytest.mark.slow
 @given(st.data())
 def test_the_text_after_other_tokens(tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
@@ -104,7 +102,6 @@ def test_the_text_after_other_tokens(tokenizer, data):
     assert "".join(pieces(tokenizer, ids[at:], before=ids[:at])) == whole[len(before) :]
 
 
-@pytest.mark.fast("byte-level", "wordpiece as it is", "strip tokens")
 def test_the_usual_decoders_are_known(tokenizer):
     assert steps_of(tokenizer._backend) is not None
 
@@ -232,7 +229,6 @@ def test_the_text_before_the_first(stops, parts):
     assert watch.position == len(given_so_far)
 
 
-@pytest.mark.fast("stops0-abcx-a-bc", "stops5-ababa?-ab-aba?")
 @pytest.mark.parametrize(
     ("stops", "text", "before", "stop"),
     [

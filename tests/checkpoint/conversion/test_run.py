@@ -35,7 +35,6 @@ from maxjax.storage.save.staging import Staging
 from tests.models.gguf import files as gguf_files
 from tests.oracles.models import ask_of, opened
 from tests.oracles.recorded import torch
-from tests.products import campaign_but
 from tests.storage.orbax import corpus as orbax_corpus
 from tests.storage.orbax.corpus import quiet
 from tests.storage.pytorch import corpus
@@ -181,7 +180,6 @@ SOURCES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_format_into_every_format(source, tmp_path):
     path, arrays = SOURCES[source](tmp_path)
@@ -281,7 +279,6 @@ def shifted(case: str) -> bool:
     return case.startswith("gemma")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_hugging_face_to_gguf_and_back(case, models, tmp_path):
     folder, arrays = models(case)
@@ -449,8 +446,7 @@ def wide(tmp_path_factory):
 KINDS = {"q8_0": 1 / 200, "q4_0": 1 / 7, "q4_k": 1 / 7, "q6_k": 1 / 28}
 
 
-@pytest.mark.default("gguf-q4_0", "safetensors-q8_0", "orbax-q6_k", "safetensors-q4_k")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("through", ["gguf", "safetensors", "orbax"])
 def test_quantize(kind, through, wide, tmp_path):
@@ -601,12 +597,6 @@ def small(tmp_path):
     return path
 
 
-@pytest.mark.fast(
-    "m.gguf-options0-is the name of a gguf file, and safetensors was asked",
-    "m-options5-int8",
-    "m.gguf-options10-'q3_x': it must be one of q4_0, q4_1, q5_0",
-    "m.npz-options16-m\\\\.npz.*not written",
-)
 @pytest.mark.parametrize(
     ("target", "options", "says"),
     [
@@ -1016,8 +1006,7 @@ def test_onto_the_same_steps_of_orbax(tmp_path):
 TEXTS = ["A cat sits on the mat.", "Where is the nearest station?", "ein Satz mit Ümläuten"]
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_minilm_embeds_the_same_in_every_format(minilm, tmp_path):
     def embedded(path):
         model, tokenizer = maxjax.load(path)
@@ -1060,14 +1049,13 @@ print(peak() - start)
 """
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("target", "options"),
-    campaign_but(1, [
+    [
         ("o.safetensors", {}), ("o.gguf", {}), ("out", {"max_shard_size": "150MB"}),
         ("o.safetensors", {"dtype": "f16"}), ("o.gguf", {"quantize": "q4_k"}), ("o.gguf", {"quantize": "q8_0"}),
-    ]),
+    ],
 )  # fmt: skip
 def test_memory_of_400_megabytes(target, options, wide, tmp_path):
     """In a process of its own, after a small one of the same kind: at most 200 MB more."""

@@ -96,7 +96,6 @@ def test_orbax_itself_finds_the_state_dict(tmp_path, stacked, count):
     assert_same(dict(sorted(found["model"].items())), dict(sorted(expected.items())))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before", [1, 2, 4, 8])
 def test_any_devices_to_any_devices(tmp_path, before):
     save(tmp_path, filled(placed(before > 2, before)))
@@ -214,8 +213,7 @@ def test_arrays_of_a_stack_that_orbax_itself_wrote(tmp_path, stacked):
     assert_same(again.state_dict(), model.state_dict())
 
 
-@pytest.mark.default("stack")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stack"])
 def test_the_order_of_the_devices_does_not_show(tmp_path, stacked):
     model = device_major.placed(stacked, model=4)
@@ -247,7 +245,6 @@ def test_layers_of_a_stack_are_not_copied():
 # --- other trees
 
 
-@pytest.mark.slow
 def test_an_optimiser_goes_to_a_model_held_otherwise(tmp_path):
     tx = optax.chain(optax.scale(0.5), optax.adamw(1e-3))
     model = filled(placed(True, 4))
@@ -337,14 +334,6 @@ def test_arrays_go_where_the_example_says(tmp_path):
     assert restore(tmp_path, None, x=array)["x"].committed is array.committed is False
 
 
-@pytest.mark.fast(
-    "tree0-two leaves would both be called 'a.b'",
-    "tree5-nothing to save",
-    "tree1-'a\\\\.0' cannot be saved \\\\(object\\\\)",
-    "tree2-'a' cannot be saved .it has no value",
-    "tree3-'a' is str.*, which cannot be stored",
-    "tree4-'a' is uint4, which cannot be stored",
-)
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
@@ -618,7 +607,6 @@ def test_too_little_room_is_told_before_writing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["0"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", ["write", "flush", "commit"])
 def test_a_failure_at_the_end_leaves_what_was_there(tmp_path, monkeypatch, step):
     save(tmp_path, None, x=jnp.ones(3))
@@ -726,7 +714,7 @@ def outcome(scenario: str, directory: Path) -> dict:
     return json.loads((directory / "0.json").read_text())
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_the_process_ends_after_a_save_that_failed(tmp_path):
     found = outcome("no_room", tmp_path)
     assert [number for number, _ in found["errors"]] == [errno.EFBIG] * 2
@@ -734,7 +722,6 @@ def test_the_process_ends_after_a_save_that_failed(tmp_path):
     assert (found["left"], found["threads"]) == (["0"], [])
 
 
-@pytest.mark.slow
 def test_an_interrupt_leaves_what_was_there_and_an_end_waits_for_the_checkpoint(tmp_path):
     found = outcome("leave", tmp_path)
     assert found == {"caught": True, "left": ["0"], "next": "1", "done": False}
@@ -744,7 +731,6 @@ def test_an_interrupt_leaves_what_was_there_and_an_end_waits_for_the_checkpoint(
     assert os.listdir(tmp_path / "root") == ["0"]
 
 
-@pytest.mark.slow
 def test_two_processes(tmp_path):
     port = free_port()
     processes = [run("save_together", tmp_path, port, 2, number) for number in (1, 0)]

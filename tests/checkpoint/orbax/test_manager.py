@@ -129,7 +129,6 @@ def test_numbers_of_numpy_and_jax_are_steps(tmp_path, number):
         assert all(type(step) is int for step in manager.all_steps())
 
 
-@pytest.mark.fast("True", "1")
 @pytest.mark.parametrize("step", [True, np.True_, -1, np.int64(-1), 1.0, "1", np.ones(1, np.int32)])
 def test_what_is_no_number_of_a_step(tmp_path, step):
     manager = CheckpointManager(tmp_path)

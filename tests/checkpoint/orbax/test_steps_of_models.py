@@ -45,7 +45,6 @@ def assert_whole(path: Path | str, tiny) -> None:
     assert maxjax.plan(path).total_bytes == maxjax.plan(model).total_bytes
 
 
-@pytest.mark.slow
 def test_a_saved_step(tmp_path, tiny):
     model, tokenizer = tiny
     save(tmp_path, model, step=7, tokenizer=tokenizer)
@@ -53,7 +52,6 @@ def test_a_saved_step(tmp_path, tiny):
         assert_whole(tmp_path / place, tiny)
 
 
-@pytest.mark.slow
 def test_the_other_ways_to_save(tmp_path, tiny):
     model, tokenizer = tiny
     save_async(tmp_path / "async", model, tokenizer=tokenizer).result()
@@ -72,7 +70,6 @@ def test_the_other_ways_to_save(tmp_path, tiny):
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
 
 
-@pytest.mark.slow
 def test_a_step_keeps_its_files_on_the_way_to_another_format(tmp_path, tiny):
     model, tokenizer = tiny
     save(tmp_path / "run", model, tokenizer=tokenizer)

@@ -47,9 +47,6 @@ from maxjax.models import BertConfig, BertModel
 from maxjax.nn.layer import ExpertStack
 from maxjax.storage.limits import Limits
 from tests.fill import filled
-from tests.products import campaign_but
-
-pytestmark = pytest.mark.slow
 
 CPU = DeviceRef.CPU()
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -454,11 +451,6 @@ def test_structures_come_and_go(path):
         ((2,), [(3,)]), {"zeta": (4,), "alpha": None}, {"a": (), "b": (5,)})  # fmt: skip
 
 
-@pytest.mark.fast(
-    "args0-not (): there are more or fewer",
-    "args5-argument 0[1] differs",
-    "args10-argument 0[0] must be float32[3, 4], not float32[4]",
-)
 @pytest.mark.parametrize(
     "args, says",
     [
@@ -1131,9 +1123,6 @@ HEADERS = {
 }  # fmt: skip
 
 
-@pytest.mark.fast(
-    "a later version", "a deep tree", "aliases", "a type that is none", "keys of two kinds"
-)
 @pytest.mark.parametrize("case", HEADERS)
 def test_headers_that_nobody_wrote(net_file, path, case):
     change, says = HEADERS[case]
@@ -1212,7 +1201,6 @@ def failing(number):
     return fail
 
 
-@pytest.mark.fast("28-write", "5-replace", "28-fsync", "28-replace", "5-write", "5-fsync")
 @pytest.mark.parametrize("function", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_save_that_fails_leaves_the_old_file(path, monkeypatch, function, number):
@@ -1324,17 +1312,9 @@ def test_a_header_reads_back(net_file):
     assert DType.of(header.weights.weights["embed.weight"].dtype) is DType.float32
 
 
-@pytest.mark.default("sizes1-True")
-@pytest.mark.parametrize(
-    ("sizes", "stacked"),
-    campaign_but(
-        2,
-        [
-            ({"model": 4}, False), ({"fsdp": 2, "model": 2}, True),
-            ({"model": 4}, True), ({"fsdp": 2, "model": 2}, False),
-        ],
-    ),
-)  # fmt: skip
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_on_a_mesh_is_exported_for_one_device(tmp_path, stacked, sizes):
     config = BertConfig(101, 32, 64, num_hidden_layers=2, num_attention_heads=4)
     model = filled(BertModel(config))

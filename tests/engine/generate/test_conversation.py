@@ -11,7 +11,6 @@ from maxjax.engine.generate.batch import Batch
 from maxjax.errors import UserInputError
 from tests.models import decoders
 from tests.models.decoders import one_character_each, ours
-from tests.products import campaign_but
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}<assistant>"
 
@@ -94,12 +93,9 @@ SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2}
 KINDS = pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 
 
-@pytest.mark.default("Llama-values0")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    campaign_but(3, [("Llama", {}), ("Mistral", {}), ("Llama", SAMPLED), ("Mistral", SAMPLED)]),
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+@pytest.mark.parametrize("values", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_turns(models, read, kind, values):
     model = models(kind)
     tokenizer = characters()
@@ -117,7 +113,6 @@ def test_turns(models, read, kind, values):
             assert read[-1] < len(prompt) / 2, (read, len(prompt))
 
 
-@pytest.mark.slow
 @KINDS
 def test_an_answer_that_is_interrupted(models, kind):
     model = models(kind)
@@ -166,7 +161,6 @@ def test_a_chat_that_becomes_too_long(model):
     assert len("".join(chat.say("Hi"))) == 5
 
 
-@pytest.mark.slow
 @KINDS
 def test_room_is_made_by_the_oldest_turns(models, read, kind):
     """What is left out is gone from the prompt alone; the opening stays, and reset brings all back."""

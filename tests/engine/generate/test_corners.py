@@ -39,7 +39,7 @@ def test_a_sampling_is_taken_as_it_is():
 # --- prompts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.default("generator", "rows")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("prompts", "meant"),
     [
@@ -75,7 +75,6 @@ def test_what_is_no_prompt(loaded, prompts, error, says):
         generate(loaded, prompts)
 
 
-@pytest.mark.fast("options0-UserInputError-a list of token ids", "options5-UserInputError-one key")
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
@@ -154,7 +153,6 @@ def poisoned(tmp_path_factory):
     return model, tokenizer, prompt, tokens[:3]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_numbers_after_the_end_do_not_matter(poisoned, streamed):
     """They are in the dispatch that the stop text is in."""
@@ -264,8 +262,7 @@ def no_collector():
     gc.enable()
 
 
-@pytest.mark.slow
-@pytest.mark.default("False-1", "True-0")
+@pytest.mark.sampled
 @pytest.mark.parametrize("read", [0, 1])
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, closed):
@@ -321,7 +318,6 @@ def test_the_next_turn_ends_the_one_before(chat, loaded):
     assert second == generate(loaded, chat.messages[:3], max_new_tokens=20, eos_ids=())
 
 
-@pytest.mark.slow
 def test_an_answer_that_is_dropped(chat, no_collector):
     for piece in chat.say("hello"):  # noqa: B007 (looked at below)
         break
@@ -360,7 +356,6 @@ def test_half_a_character_does_not_cost_a_saved_chat(loaded, tmp_path):
 # --- names of other libraries ----------------------------------------------------------------
 
 
-@pytest.mark.fast("max_tokens-did you mean max_new_tokens=", "eos_token_id-did you mean eos_ids=")
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -23,7 +23,6 @@ from maxjax.errors import UserInputError
 from maxjax.text.tokenizer.tokenizer import Tokenizer
 from tests.models import decoders
 from tests.models.decoders import ids_of, one_character_each, ours
-from tests.products import campaign_but, first
 
 PROMPTS = [ids_of(1, n, seed=n)[0].tolist() for n in (7, 1, 30, 18)]
 
@@ -60,12 +59,9 @@ def expected(theirs):
 # --- as transformers -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default("32-512")
-@pytest.mark.parametrize(
-    ("batch_size", "chunk"),
-    campaign_but(3, [(32, 512), (3, 16), (1, 512), (32, 16), (3, 512), (1, 16)]),
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("batch_size", [32, 3, 1])
+@pytest.mark.parametrize("chunk", [512, 16])
 def test_greedy(model, expected, chunk, batch_size):
     found = maxjax.generate(
         model, None, PROMPTS, max_new_tokens=64, chunk=chunk, batch_size=batch_size
@@ -88,15 +84,8 @@ FAMILIES = {
 }  # fmt: skip
 
 
-# Those that differ most from the Llama of the other tests.
-UNLIKE = ("Mistral", "Mixtral", "Gemma2", "GPT2")
-
-
-@pytest.mark.slow
-@pytest.mark.default("Mistral")
-@pytest.mark.parametrize(
-    "family", campaign_but(4, first([(f,) for f in UNLIKE], [(f,) for f in FAMILIES]), oracle=True)
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family, tmp_path):
     kind = {"Gemma3Text": "Gemma3"}.get(family, family)
     theirs = decoders.oracle(kind, tmp_path, **FAMILIES[family])
@@ -106,7 +95,6 @@ def test_every_family(family, tmp_path):
     assert [list(text.tokens) for text in found] == expected
 
 
-@pytest.mark.slow
 def test_penalty(model, theirs, expected):
     prompt = PROMPTS[2]
     penalised = theirs.generated([prompt], 40, repetition_penalty=1.5)[0]
@@ -115,7 +103,6 @@ def test_penalty(model, theirs, expected):
     assert expected[2][:40] != found.tokens
 
 
-@pytest.mark.slow
 def test_log_probabilities(model):
     found = maxjax.generate(model, None, PROMPTS[:2], max_new_tokens=9, logprobs=3, temperature=1.0)
     for prompt, text in zip(PROMPTS, found, strict=False):
@@ -140,17 +127,13 @@ def drawn(model):
     return [text.tokens for text in maxjax.generate(model, None, PROMPTS, **SAMPLED)]
 
 
-@pytest.mark.slow
-@pytest.mark.default("axes1-True")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("axes", "explicit"),
-    campaign_but(
-        2,
-        [
-            ({"data": 2, "model": 2}, False), ({"fsdp": 2, "model": 2}, True),
-            ({"model": 4}, True), ({"data": 4}, False),
-        ],
-    ),
+    [
+        ({"data": 2, "model": 2}, False), ({"fsdp": 2, "model": 2}, True),
+        ({"model": 4}, True), ({"data": 4}, False),
+    ],
 )  # fmt: skip
 def test_the_same_key_on_a_mesh(directory, theirs, drawn, axes, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
@@ -160,8 +143,7 @@ def test_the_same_key_on_a_mesh(directory, theirs, drawn, axes, explicit):
     assert [text.tokens for text in found] == drawn
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_same_key_in_another_batch(model, drawn):
     found = maxjax.generate(model, None, PROMPTS, **SAMPLED, batch_size=1, chunk=16)
     assert [text.tokens for text in found] == drawn
@@ -178,7 +160,6 @@ def test_a_stream_gives_the_same(model, expected):
         assert pieces.completion == text_of(tokens)
 
 
-@pytest.mark.slow
 def test_a_cache_that_grows(model, expected, monkeypatch):
     monkeypatch.setattr(decoding, "_FIRST_NEW_TOKENS", 1)
     monkeypatch.setattr(decoding, "_MIN_CAPACITY", 4)
@@ -196,7 +177,6 @@ def test_a_cache_of_int8(model, expected):
     assert np.mean(alike) > 0.8
 
 
-@pytest.mark.slow
 def test_texts_as_prompts(model, expected):
     tokenizer = characters()
     texts = [text_of(prompt) for prompt in PROMPTS]
@@ -246,7 +226,6 @@ def test_the_context_ends_it(model):
     assert len(found.tokens) == 6 and found.finish_reason == "length"
 
 
-@pytest.mark.slow
 def test_the_files_of_a_checkpoint_are_heard(directory, theirs, expected, tmp_path):
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -430,8 +409,7 @@ class Interrupting:
         return [3, 4, 5]
 
 
-@pytest.mark.slow
-@pytest.mark.default("True")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_interrupted(model, expected, monkeypatch, streamed):
     """The cache is let go, and all goes on."""
@@ -455,7 +433,6 @@ def test_interrupted(model, expected, monkeypatch, streamed):
     assert maxjax.generate(model, None, PROMPTS[0], max_new_tokens=64).tokens == expected[0]
 
 
-@pytest.mark.slow
 def test_a_stream_that_is_left(model):
     pieces = maxjax.stream(model, characters(), PROMPTS[0], max_new_tokens=64)
     first = [next(pieces) for _ in range(20)]  # several come of a dispatch by then
@@ -473,12 +450,6 @@ def test_a_stream_that_is_left(model):
 # --- what cannot be ----------------------------------------------------------------------------
 
 
-@pytest.mark.fast(
-    "-options0-the prompt is empty",
-    "prompt5-options5-256 tokens, and the model's context is 256",
-    "prompt10-options10-max_new_tokens is 0",
-    "prompt15-options15-one key",
-)
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
@@ -509,8 +480,7 @@ def test_refused(model, prompt, options, says):
         maxjax.generate(model, characters(), prompt, **options)
 
 
-@pytest.mark.default("abc", "prompt5")
-@pytest.mark.fast("abc", "prompt5")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompt", [b"abc", {"a": 1}, 3, [1.5], [["a", "b"]], [None]])
 def test_no_prompt(model, prompt):
     with pytest.raises(TypeError, match="text"):
@@ -528,7 +498,6 @@ def test_no_tokenizer_no_weights_no_language_model(directory, theirs, model):
         maxjax.generate(maxjax.nn.Identity(), None, [1])
 
 
-@pytest.mark.slow
 def test_not_a_number(directory, theirs):
     model = ours(directory)
     stack = model.raw_state_dict()
@@ -553,7 +522,6 @@ def no_programs():
     decode_programs.decode.clear_cache()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_programs")
 def test_how_much_is_compiled(theirs, directory):
     """One program for each bucket of prompts, and one that decodes, however it is called."""
@@ -577,7 +545,6 @@ def test_how_much_is_compiled(theirs, directory):
     assert compiled() == (3, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_programs")
 def test_another_temperature_is_no_other_program(theirs, directory):
     """Numbers of a Sampling are arguments; which of them are used is part of the program."""

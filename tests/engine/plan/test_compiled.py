@@ -37,8 +37,7 @@ def loaded():
     return filled(llama(max_position_embeddings=256))
 
 
-@pytest.mark.default("int8-{'data': 2, 'model': 4}")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2, "model": 4}], ids=str)
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_the_state_is_that_of_generate(sizes, cache_dtype):
@@ -54,7 +53,6 @@ def test_the_state_is_that_of_generate(sizes, cache_dtype):
         assert one.sharding.is_equivalent_to(real.sharding, real.ndim), path
 
 
-@pytest.mark.slow
 def test_the_memory_is_that_of_the_program_that_runs():
     mesh = maxjax.make_mesh(model=2)
     model = filled(llama(max_position_embeddings=256)).to(mesh)
@@ -76,7 +74,6 @@ def test_the_memory_is_that_of_the_program_that_runs():
     assert found.device == "cpu:8" and found.hbm is None and found.fits is None
 
 
-@pytest.mark.slow
 def test_temporaries_count(loaded, monkeypatch):
     real, kept = compiled.compiled_memory, {}
 
@@ -103,7 +100,6 @@ def test_temporaries_count(loaded, monkeypatch):
     assert json.loads(json.dumps(found.as_dict()))["programs"][0]["program"] == "decode"
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_compiled_as_load_would_hold_it(tmp_path, monkeypatch):
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 32,
               "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

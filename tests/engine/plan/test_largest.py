@@ -30,12 +30,7 @@ def sliding():
     return Qwen2(config)
 
 
-@pytest.mark.default(
-    "llama-None-None",
-    "llama-{'model': 2}-int8",
-    "sliding-{'data': 2, 'model': 8}-int8",
-    "sliding-{'data': 2, 'fsdp': 2}-int8",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 @pytest.mark.parametrize("sizes", [None, {"model": 2}, {"data": 2, "model": 8}, {"data": 2, "fsdp": 2}],
                          ids=str)  # fmt: skip

@@ -137,8 +137,7 @@ def test_what_a_device_sends():
     assert choice(found, model=4).bytes_sent == (layers * 2 + 1) * 4 * row * 2 * 3 // 4
 
 
-@pytest.mark.default("llama-sizes0", "llama-sizes2", "mixtral-sizes4")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "sizes"),
     [(llama, {"model": 4}), (llama, {"data": 2, "model": 2}), (llama, {"data": 4}), (llama, {"fsdp": 4}),

@@ -103,17 +103,7 @@ def with_values(make):
     return filled(make())
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "mlp-{'model': 8}",
-    "block-{'data': 2, 'model': 4}",
-    "bert-{'fsdp': 2, 'model': 2}",
-    "tower-{'fsdp': 8}",
-    "mlp-{'fsdp': 2, 'model': 2}",
-    "block-{'fsdp': 8}",
-    "bert-{'data': 2, 'model': 4}",
-    "tower-{'model': 8}",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_the_bytes_are_those_that_devices_hold(make, sizes):
@@ -262,12 +252,6 @@ def test_rules_of_the_caller_go_before_names(checkpoint):
         plan(path, {"model": 4}, rules=rules)
 
 
-@pytest.mark.fast(
-    "model.layers.0.mlp.experts.3.up_proj.weight-shape0-config0-(('expert', 'model'), None)",
-    "embed_tokens.weight-shape5-config5-(None, 'model')",
-    "encoder.layer.0.attention.output.dense.weight-shape10-config10-(None, 'model')",
-    "h.0.attn.c_attn.weight-shape15-config15-(None, 'model')",
-)
 @pytest.mark.parametrize(
     ("name", "shape", "config", "spec"),
     [
@@ -343,7 +327,6 @@ def test_latent_attention_has_widths_of_its_own():
     assert names.rules(config)["*.o_proj.weight"].segments[0].size == 24
 
 
-@pytest.mark.fast("True", "value5")
 @pytest.mark.parametrize("value", [True, -4, 2.0, "4", None, [4]])
 def test_a_count_that_is_none_is_not_used(value):
     found = names.heads({"num_attention_heads": value, "hidden_size": 8, "num_hidden_layers": 1})
@@ -417,7 +400,6 @@ def test_it_fits_or_not():
     assert found.suggestion.bytes_per_device == size // 2
 
 
-@pytest.mark.fast("0.8-mlp", "0.4-block", "0.2-bert", "0.1-tower")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("share", [0.8, 0.4, 0.2, 0.1])
 def test_a_suggestion_fits_and_nothing_smaller_does(make, share):
@@ -471,7 +453,6 @@ def test_sizes_of_memory(text, size):
     assert size_in_bytes(text) == size
 
 
-@pytest.mark.fast("", "0_0", "1e3")
 @pytest.mark.parametrize(
     "size", ["", "GB", "80 apples", "-1GB", "nan", "0", 0, -1, True, 1.5, "1e3", "9" * 400]
 )
@@ -496,14 +477,6 @@ def test_memory_that_devices_report(monkeypatch):
     assert _memory_of(mesh()) == 50
 
 
-@pytest.mark.fast(
-    "TPU v5 lite-16911433728",
-    "TPU v99-None",
-    "TPU v5-102005473280",
-    "TPU v5p-102005473280",
-    "NVIDIA H200-141000000000",
-    "NVIDIA H100 80GB HBM3-80000000000",
-)
 @pytest.mark.parametrize(
     ("kind", "hbm"),
     [("TPU v5 lite", 63 << 28), ("TPU v5", 95 << 30), ("TPU v5p", 95 << 30), ("NVIDIA H200", 141 * 10**9),
@@ -529,7 +502,6 @@ def test_a_mesh_of_a_topology(kind, hbm):
 # --- options and the result -------------------------------------------------------------------
 
 
-@pytest.mark.fast("model", "model=2,model=4", "mesh10", "model=99999999999")
 @pytest.mark.parametrize(
     "mesh",
     ["model", "model=", "model=x", "model=0", "model=-1", "model=2,model=4", "model=2;data=2", "",
@@ -559,7 +531,6 @@ def test_the_only_axis_of_a_mesh_may_have_any_name():
         plan(mlp(), {"x": 4, "model": 2})
 
 
-@pytest.mark.fast("options0", "options5")
 @pytest.mark.parametrize(
     "options",
     [{"batch": 1}, {"length": 1}, {"batch": 0, "length": 1}, {"batch": True, "length": 1},
@@ -607,8 +578,7 @@ def test_names_cannot_steer_a_terminal(checkpoint):
 # --- a large one ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.default("16-9-10GB")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layers", "shards", "hbm"), [(16, 9, "10GB"), (126, 191, "80GB")], ids=str
 )

@@ -60,7 +60,6 @@ def inputs(model, ids) -> dict[str, np.ndarray]:
     return {name: x.astype(np.float64).reshape(-1, x.shape[-1]) for name, x in found.items()}
 
 
-@pytest.mark.slow
 def test_it_is_the_mean_of_squared_inputs():
     model, tokenizer = maxjax.load("tiny", dtype="float32")
     ids = tokenizer.encode(TEXTS[0])
@@ -82,7 +81,6 @@ def test_chunks_are_added_up(tiny):
     np.testing.assert_allclose(whole[name], np.mean([p[name] for p in parts], axis=0), rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_errors_on_texts_that_it_has_not_seen_are_smaller(tiny, matrix):
     """Of the outputs of all layers, on other sums than the matrix was made with."""
     model, tokenizer = tiny
@@ -107,7 +105,6 @@ def test_errors_on_texts_that_it_has_not_seen_are_smaller(tiny, matrix):
         assert sum(lost[1][name] < lost[0][name] for name in seen) >= len(seen) - 2
 
 
-@pytest.mark.slow
 def test_experts_count_the_tokens_that_chose_them():
     config = MixtralConfig(
         100,
@@ -182,7 +179,6 @@ GEMMA = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_experts_of_gemma_4_are_counted_by_its_router():
     config = Gemma4Config.from_dict(GEMMA)
     model = filled(Gemma4(config))
@@ -236,7 +232,6 @@ def test_experts_in_a_file(tmp_path):
         found.of_checkpoint({"e.7.weight": ("blk.0.ffn_up_exps.weight", 7)})
 
 
-@pytest.mark.slow
 def test_conversion_and_quantisation_use_it(tiny, matrix, tmp_path):
     model, tokenizer = tiny
     maxjax.save_pretrained(model, tmp_path / "hf", tokenizer=tokenizer)

@@ -49,8 +49,7 @@ def is_linear(name: str) -> bool:
     return "norm" not in name and not name.endswith("bias")
 
 
-@pytest.mark.default("q4_0", "q6_k")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_linear_weight_has_the_blocks_of_the_encoder(kind):
     model = random_model()
@@ -80,8 +79,7 @@ def test_every_linear_weight_has_the_blocks_of_the_encoder(kind):
         np.testing.assert_array_equal(value, before[name])
 
 
-@pytest.mark.slow
-@pytest.mark.default("q8_0")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("choice", ["q8_0", "q4_k", "q6_k", "q4_k_m", "q4_k_s", "q5_k_m"])
 def test_it_is_the_model_of_a_file_of_the_same_blocks(tiny, choice, tmp_path):
     """A model of 2 layers, whose mixtures differ from layer to layer only in q4_k_s and beyond 8."""
@@ -102,8 +100,7 @@ def test_it_is_the_model_of_a_file_of_the_same_blocks(tiny, choice, tmp_path):
     assert texts[0][0].tokens == texts[1][0].tokens
 
 
-@pytest.mark.slow
-@pytest.mark.default("axes1")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", [{"model": 4}, {"data": 2, "model": 2}, {"fsdp": 2}])
 def test_shards_stay_where_they_are(axes):
     model = random_model()
@@ -143,7 +140,6 @@ def test_a_part_of_a_row_that_is_no_whole_blocks():
         maxjax.quantize(model, "q4_k")
 
 
-@pytest.mark.slow
 def test_experts_in_a_stack_of_layers():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
     model = random_model(Mixtral, MixtralConfig, num_experts_per_tok=2, **sizes)
@@ -162,7 +158,6 @@ def test_experts_in_a_stack_of_layers():
     assert np.abs(found - exact).mean() < 0.02 * exact.std()
 
 
-@pytest.mark.slow
 def test_a_router_with_weights_of_its_own():
     settings = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 64}
     model = random_model(
@@ -174,8 +169,7 @@ def test_a_router_with_weights_of_its_own():
     assert report["model.layers.0.moe.experts.1.down_proj.weight"].type == "Q8_0"
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_layers_of_different_types_are_unstacked():
     model = random_model(num_hidden_layers=3)
     quantised, report = maxjax.quantize(
@@ -241,8 +235,7 @@ def test_importance_weighs_the_errors():
             maxjax.quantize(model, "q4_k", importance={"weight": wrong})
 
 
-@pytest.mark.slow
-@pytest.mark.default("False-q8_0")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_on_an_accelerator_the_encoder_in_jnp_runs(kind, weighted, monkeypatch):

@@ -27,7 +27,6 @@ from maxjax.engine.sampling.penalties import History
 from maxjax.engine.sampling.settings import Sampling, eos_token_ids
 from maxjax.errors import UserInputError
 from tests.oracles.recorded import recorded, torch, transformers
-from tests.products import campaign_but, each_value, first, pairwise
 
 V = 600
 INF = math.inf
@@ -140,7 +139,6 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_processors_are_those_of_transformers():
     """Every configuration, on logits of every kind at once."""
     logits = np.concatenate([random_logits(kind, batch=2) for kind in KINDS])
@@ -159,7 +157,6 @@ def test_processors_are_those_of_transformers():
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.slow
 def test_presence_and_frequency_are_of_the_answer_only():
     logits = random_logits()
     history = begun(np.array([[1, 2, 2]] * 3, np.int32), V)
@@ -172,7 +169,6 @@ def test_presence_and_frequency_are_of_the_answer_only():
     agree(processed(jnp.asarray(logits), settings, history=history), facts(expected))
 
 
-@pytest.mark.slow
 def test_history_leaves_out_padding_and_ids_that_are_no_token():
     ids = jnp.array([[3, 1, 4, 0], [-1, 7, 2, 2]])
     found = History.start(ids, 6, jnp.array([2, 4])).prompt
@@ -181,7 +177,6 @@ def test_history_leaves_out_padding_and_ids_that_are_no_token():
         History.start(ids[0], 6)
 
 
-@pytest.mark.slow
 def test_extreme_temperatures_stay_numbers():
     logits = jnp.asarray(random_logits("few"))
     for temperature in (5e-324, 1e-20, 1e300):
@@ -229,10 +224,6 @@ DRAWS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "temperature", "top_p after top_k", "top_k", "top_k by halving", "min_p", "min_p, flat"
-)
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_the_largest_of_logit_and_noise(name):
     """Whichever way a filter takes: among a few candidates or through the whole vocabulary."""
@@ -246,7 +237,6 @@ def test_draws_are_the_largest_of_logit_and_noise(name):
         assert found.tokens.tolist() == (kept + noise).argmax(axis=1).tolist(), kind
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "top_p", "keeps"),
     [
@@ -296,7 +286,6 @@ def test_both_ways_are_taken():
         ), name
 
 
-@pytest.mark.slow
 def test_wide_vocabularies_draw_the_same():
     """There the largest logits are looked for by blocks."""
     key, width = jax.random.key(6), 70_001
@@ -308,7 +297,6 @@ def test_wide_vocabularies_draw_the_same():
     assert found.tokens.tolist() == (kept + noise).argmax(axis=1).tolist()
 
 
-@pytest.mark.fast("700-random", "70001-ties")
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "few"])
 @pytest.mark.parametrize("width", [700, 70_001])
 def test_largest_is_top_k(kind, width):
@@ -319,7 +307,6 @@ def test_largest_is_top_k(kind, width):
     np.testing.assert_array_equal(columns, expected[1])
 
 
-@pytest.mark.slow
 def test_frequencies_are_the_probabilities():
     count, logits = 40_000, jnp.log(jnp.array([0.5, 0.3, 0.15, 0.04, 0.0099, 0.0001]))
     settings = Sampling(temperature=0.8, top_p=0.999)
@@ -342,7 +329,6 @@ def test_frequencies_are_the_probabilities():
         assert (deviation**2).sum() < 23.5, name  # chance 1 in 10 000, and the keys are fixed
 
 
-@pytest.mark.slow
 def test_a_row_draws_the_same_in_any_batch():
     logits, key = random_logits(batch=6), jax.random.key(3)
     settings = Sampling(temperature=1.5, top_k=30)
@@ -373,21 +359,12 @@ PLACED = {
 
 SPECS = [P("data", "model"), P(None, ("data", "model")), P("data"), P()]
 TYPES = [AxisType.Auto, AxisType.Explicit]
-FAST = [("filters", SPECS[0], kind) for kind in TYPES]
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "filters-P('data', 'model')-AxisType.Explicit",
-    "temperature-P(None, ('data', 'model'))-AxisType.Explicit",
-)
-@pytest.mark.parametrize(
-    ("name", "spec", "kind"),
-    campaign_but(
-        6, first([*FAST, *each_value(PLACED, SPECS, TYPES)], pairwise(PLACED, SPECS, TYPES))
-    ),
-    ids=str,
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("kind", TYPES)
 def test_meshes_and_padding_change_nothing(kind, name, spec):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
     logits = random_logits(batch=4)
@@ -413,7 +390,6 @@ def test_meshes_and_padding_change_nothing(kind, name, spec):
     np.testing.assert_allclose(np.asarray(processed)[:, :V], expected, rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_any_kind_of_key(impl):
     logits = jnp.asarray(random_logits(batch=5))
@@ -425,7 +401,6 @@ def test_any_kind_of_key(impl):
     assert whole.tolist() != draw(logits, jax.random.key(8, impl=impl), settings).tokens.tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_greedy_is_the_first_of_the_largest(dtype):
     for kind in KINDS[:4]:
@@ -440,7 +415,6 @@ def test_greedy_is_the_first_of_the_largest(dtype):
 # --- log-probabilities ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_logprobs_are_of_the_model(dtype):
     """Not of the processed logits, and without the padding of the vocabulary."""
@@ -469,7 +443,6 @@ def test_more_logprobs_than_tokens():
 # --- what cannot be sampled from ------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [Sampling(), Sampling(temperature=1), Sampling(temperature=1, top_k=2, top_p=0.5)],
@@ -549,7 +522,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_refused():
     for name, (call, message) in REFUSED.items():
         with pytest.raises(UserInputError, match=message):
@@ -571,11 +543,9 @@ FILTERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "filters"),
-    campaign_but(2, [(50_001, "top_k"), (70_001, "top_p"), (70_001, "top_k"), (50_001, "top_p")]),
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("width", [50_001, 70_001])
+@pytest.mark.parametrize("filters", ["top_k", "top_p"])
 def test_no_vocabulary_is_sorted(filters, width):
     text = program(FILTERS[filters], width)
     sorts = [line for line in text.splitlines() if " sort(" in line]
@@ -686,9 +656,6 @@ def test_generation_config_that_is_unsupported_is_named(caplog):
     assert settings.banned == (4,)
 
 
-@pytest.mark.fast(
-    "config0-do_sample is 'false': it must be true or false", "config5-suppress_tokens is None"
-)
 @pytest.mark.parametrize(
     ("config", "message"),
     [

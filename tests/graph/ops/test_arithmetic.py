@@ -15,8 +15,7 @@ INTS = np.array([[-7, -2, 0], [3, 5, 9]], np.int32)
 BITS = np.array([True, True, False, False]), np.array([True, False, True, False])
 
 
-@pytest.mark.default("shapes1-div", "shapes2-sub", "shapes3-mul")
-@pytest.mark.fast("shapes0-add", "shapes1-sub", "shapes2-mul", "shapes3-div")
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
 @pytest.mark.parametrize(
     "shapes", [((2, 3), (2, 3)), ((4, 2, 3), (3,)), ((2, 1), (1, 3)), ((2, 3), ())]

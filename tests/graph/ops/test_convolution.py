@@ -126,7 +126,6 @@ def test_torch_filters_of_the_transposed():
     )  # fmt: skip
 
 
-@pytest.mark.fast("<lambda>-\\\\(1, 4, 4, 2\\\\).*\\\\(2, 2, 3, 1\\\\)", "<lambda>-QRSCF")
 @pytest.mark.parametrize(
     ("op", "says"),
     [

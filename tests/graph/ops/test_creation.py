@@ -13,7 +13,6 @@ from tests.oracles.recorded import recorded, torch
 CPU = DeviceRef.CPU()
 
 
-@pytest.mark.fast("args0-want0", "args5-want5")
 @pytest.mark.parametrize(
     ("args", "want"),
     [
@@ -66,14 +65,6 @@ def test_a_constant_is_a_copy():
     assert float(got[0]) == 1
 
 
-@pytest.mark.fast(
-    "args0-TypeError-dtype and device",
-    "args5-ValueError-is float32, not int32",
-    "args1-TypeError-dtype and device",
-    "args2-ValueError-different lengths",
-    "args3-ValueError-300 does not fit in uint8",
-    "args4-ValueError-unsafe cast",
-)
 @pytest.mark.parametrize(
     ("args", "error", "says"),
     [
@@ -91,7 +82,6 @@ def test_constants_there_are_not(args, error, says):
         ops.constant(*args)
 
 
-@pytest.mark.fast("numbers0-int32", "numbers5-int32")
 @pytest.mark.parametrize(
     ("numbers", "dtype"),
     [
@@ -136,7 +126,6 @@ def test_ranges_there_are_not():
         ops.range(0, np.inf, dtype="float32", device=CPU)
 
 
-@pytest.mark.fast("0-True", "2-False")
 @pytest.mark.parametrize("periodic", [True, False])
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 400])
 def test_hann_window(length, periodic):

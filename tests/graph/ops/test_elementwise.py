@@ -14,7 +14,6 @@ X = np.linspace(-4, 4, 33, dtype=np.float32)
 SAME = ["abs", "exp", "sin", "cos", "tanh", "erf", "floor", "ceil", "trunc", "relu", "sigmoid"]
 
 
-@pytest.mark.fast("abs", "erf", "sigmoid")
 @pytest.mark.parametrize("name", SAME)
 def test_on_all_numbers(name):
     check(getattr(ops, name), getattr(torch, name), X + 0.01, atol=2e-6)
@@ -30,7 +29,6 @@ def test_between_minus_one_and_one(name):
     check(getattr(ops, name), getattr(torch, name), X / 5)
 
 
-@pytest.mark.slow
 def test_the_rest():
     check(ops.negate, torch.neg, X)
     check(ops.silu, torch.nn.functional.silu, X)

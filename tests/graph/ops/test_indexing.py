@@ -19,8 +19,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.default("places1-1", "places2--1")
-@pytest.mark.fast("places0-0", "places1--1")
+@pytest.mark.sampled
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("places", [np.array([[2, 0], [1, -1]]), np.array(1), np.zeros((0,), int)])
 def test_gather(places, axis):
@@ -32,7 +31,6 @@ def test_gather(places, axis):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_gather_nd(width):
     x, places = normal(3, 4, 5), np.random.default_rng(0).integers(0, 3, (2, 6, width))
@@ -41,7 +39,6 @@ def test_gather_nd(width):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch_dims", [1, 2])
 def test_gather_nd_in_batches(batch_dims):
     x = normal(2, 3, 4, 5)
@@ -57,7 +54,6 @@ def test_gather_nd_in_batches(batch_dims):
     check_numpy(lambda x: ops.gather_nd(x, places, batch_dims), oracle, x)
 
 
-@pytest.mark.slow
 def test_outside_reads_nan_and_writes_nothing():
     assert np.isnan(ops.gather(X, np.array([9]), 0)).all()
     assert np.isnan(ops.gather_nd(X, np.array([[9]]))).all()
@@ -65,7 +61,6 @@ def test_outside_reads_nan_and_writes_nothing():
     np.testing.assert_array_equal(got, X)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_scatter(axis):
     places = np.array([[0, 2], [1, 0]]) if axis == 0 else SPOTS
@@ -77,7 +72,6 @@ def test_scatter(axis):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_scatter_with_what_is_there(name):
     places = np.array([[0, 0, 3], [1, 1, 1]])
@@ -102,7 +96,6 @@ def test_gradients_of_a_product_with_zeros(zeros):
     )
 
 
-@pytest.mark.slow
 def test_a_product_outside_writes_nothing():
     places = np.array([[7, 7]])
     slope = jax.grad(lambda u: ops.scatter_mul(X[:1], u, places).sum())(U)
@@ -120,15 +113,7 @@ _APPLY = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "1-scatter_nd",
-    "2-scatter_nd",
-    "1-scatter_nd_add",
-    "1-scatter_nd_mul",
-    "2-scatter_nd_max",
-    "2-scatter_nd_min",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", _APPLY)
 @pytest.mark.parametrize("width", [1, 2])
 def test_scatter_nd(name, width):
@@ -175,7 +160,6 @@ def test_masked_scatter():
     )
 
 
-@pytest.mark.slow
 def test_nonzero():
     x = np.array([[0, 2, 0], [3, 0, 4]])
     want = np.argwhere(x)
@@ -191,11 +175,6 @@ U = np.float32([[5, 7]])
 ONE = np.array([[0, 1]])
 
 
-@pytest.mark.fast(
-    "<lambda>-ValueError-integer dtype, not float32",
-    "<lambda>-ValueError-float16.*float32",
-    "<lambda>-ValueError-must have shape \\\\(1,\\\\)",
-)
 @pytest.mark.parametrize(
     ("op", "error", "says"),
     [

@@ -12,8 +12,7 @@ X = normal(2, 3, 5, 4)
 SIZES = [(7, 9), (3, 2), (5, 8), (1, 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.default("size2", "size3")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_resize(size):
     shape = (2, 3, *size)
@@ -27,8 +26,7 @@ def test_resize(size):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.default("size0", "size1")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_resize_linear(size):
     shape = (2, 3, *size)
@@ -49,8 +47,7 @@ def test_resize_linear(size):
     )
 
 
-@pytest.mark.default("1-9", "3-1")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("new", [1, 2, 5, 9])
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
 def test_coordinates_and_rounding(mode, new):
@@ -94,14 +91,6 @@ def test_integers_have_nearest_ones():
     np.testing.assert_array_equal(ops.resize_nearest(np.int32([1, 2]), [4]), [1, 1, 2, 2])
 
 
-@pytest.mark.fast(
-    "<lambda>-four sizes0",
-    "<lambda>-floats",
-    "<lambda>-four sizes1",
-    "<lambda>-the 4 axes of",
-    "<lambda>-one of 0, 1, 2, 3, not 4",
-    "<lambda>-round_mode",
-)
 @pytest.mark.parametrize(
     ("op", "says"),
     [

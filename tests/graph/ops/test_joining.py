@@ -76,14 +76,6 @@ def test_pad_with_a_value():
     )
 
 
-@pytest.mark.fast(
-    "indices0-key0",
-    "indices5-key5",
-    "indices1-key1",
-    "indices2-key2",
-    "indices3-key3",
-    "indices4-key4",
-)
 @pytest.mark.parametrize(
     ("indices", "key"),
     [
@@ -103,14 +95,6 @@ def test_slice_at_a_tensor():
     np.testing.assert_array_equal(jax.jit(lambda x, i: ops.slice_tensor(x, [i]))(X, 1), X[1])
 
 
-@pytest.mark.fast(
-    "<lambda>-ValueError-at least one0",
-    "<lambda>-ValueError-at least one1",
-    "<lambda>-ValueError-negative0",
-    "<lambda>-ValueError-need 2 numbers",
-    "<lambda>-ValueError-two numbers",
-    "<lambda>-ValueError-3 is outside axis 1",
-)
 @pytest.mark.parametrize(
     ("op", "error", "says"),
     [

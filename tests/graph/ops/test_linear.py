@@ -11,7 +11,6 @@ from tests.graph.ops.oracle import check, check_numpy, normal
 from tests.oracles.recorded import torch
 
 
-@pytest.mark.fast("left0-right0", "left5-right5")
 @pytest.mark.parametrize(
     ("left", "right"),
     [((2, 3), (3, 4)), ((5, 2, 3), (3, 4)), ((2, 3), (5, 3, 4)), ((5, 1, 2, 3), (6, 3, 4)),
@@ -68,10 +67,7 @@ def test_outer():
         ops.outer(normal(2, 2), normal(2))
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "None--1-False", "None--1-True", "0-0-True", "2-None-False", "2-1-True", "2-5-False"
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize("lower", [None, -1, 0, 1, 5])
 @pytest.mark.parametrize("upper", [None, 0, 2])
@@ -99,8 +95,7 @@ def test_pairs_as_complex():
         ops.as_interleaved_complex(normal(2, 3))
 
 
-@pytest.mark.slow
-@pytest.mark.default("None-backward", "6-ortho", "6-forward", "7-forward")
+@pytest.mark.sampled
 @pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])
 @pytest.mark.parametrize("n", [None, 6, 7])
 def test_irfft(n, norm):

@@ -50,7 +50,6 @@ def test_where_rms_norm_rounds():
     assert (early != late).any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_group_norm(groups):
     check(
@@ -60,7 +59,6 @@ def test_group_norm(groups):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_result_has_the_dtype_of_the_input():
     half = X.astype(np.float16)
     assert ops.layer_norm(half, W, B, 1e-5).dtype == np.float16

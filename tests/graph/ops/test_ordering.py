@@ -9,7 +9,6 @@ from tests.graph.ops.oracle import check, check_numpy, normal
 X = normal(3, 5, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_top_and_bottom(axis):
     check(lambda x: ops.top_k(x, 2, axis), lambda x: tuple(x.topk(2, axis)), X)
@@ -24,7 +23,6 @@ def test_the_first_of_equals_comes_first():
     np.testing.assert_array_equal(ops.bottom_k(x, 2)[1], [[1, 3], [0, 2]])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8])
 def test_of_integers(dtype):
     x = np.array([7, 0, 255 if dtype == np.uint8 else -(2**31), 3], dtype)

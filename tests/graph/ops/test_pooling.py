@@ -16,8 +16,7 @@ def last(function):
     return lambda x: function(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
-@pytest.mark.default("1-0-True", "stride1-padding1-True", "2-1-True")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("ceil_mode", [False, True])
 @pytest.mark.parametrize(("stride", "padding"), [(1, 0), ((2, 3), (1, 0)), (2, 1), (4, 1)])
 def test_pooling(stride, padding, ceil_mode):
@@ -49,7 +48,6 @@ def test_the_mean_of_an_incomplete_window():
     np.testing.assert_allclose(got, [3.5, 5, 7, 8], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_dilation():
     check(
         lambda x: ops.max_pool2d(x, (2, 2), dilation=(2, 3), stride=2),
@@ -83,7 +81,6 @@ def test_a_window_with_nan_gives_nan():
     np.testing.assert_array_equal(got, [[np.nan, 7], [13, np.nan]])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),
     [((3, 3), (2, 2), {}), ((5, 6), (3, 2), {"stride": (2, 1)}),

@@ -14,19 +14,7 @@ X = normal(2, 3, 4)
 INTS = np.array([[-3, -2, -2], [1, 5, 2]], np.int32)
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "sum-None",
-    "mean-None",
-    "prod-None",
-    "max-None",
-    "min-None",
-    "argmax-None",
-    "argmin-None",
-    "sum--3",
-    "prod--3",
-    "argmin-0",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, -3])
 @pytest.mark.parametrize("name", ["sum", "mean", "prod", "max", "min", "argmax", "argmin"])
 def test_reductions(name, axis):
@@ -73,7 +61,6 @@ def test_two_arguments_are_met_element_by_element():
         ops.min(X[0, :2, :3], INTS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, -1])
 def test_cumsum(axis):
     check(lambda x: ops.cumsum(x, axis), lambda x: x.cumsum(axis), X)
@@ -98,7 +85,6 @@ def test_an_exclusive_sum_does_not_see_what_follows():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, -1])
 def test_softmax(axis):
     check(lambda x: ops.softmax(x, axis), lambda x: x.softmax(axis), X)
@@ -126,7 +112,6 @@ def test_softmax_of_16_bits_is_rounded_once():
     np.testing.assert_array_equal(ops.logsoftmax(x), exact.astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.fast("sum", "argmax")
 @pytest.mark.parametrize(
     "name",
     ["sum", "mean", "prod", "max", "min", "argmax", "argmin", "cumsum", "softmax", "logsoftmax"],

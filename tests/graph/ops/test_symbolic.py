@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import export
 
 from maxjax.graph import DeviceRef, TensorValue, ops
@@ -55,7 +54,6 @@ OPS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_with_a_size_that_has_a_name():
     def run(x):
         return {name: TensorValue(op(TensorValue(x))).value for name, op in OPS.items()}

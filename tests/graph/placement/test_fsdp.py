@@ -62,12 +62,7 @@ def elements(model, ids):
     return [int(np.prod([int(n) for n in dims.split(",") if n])) for _, dims, _ in found]
 
 
-@pytest.mark.default(
-    "(1,)-untied-data-fsdp-model-auto",
-    "(8, 2)-tied-fsdp-model-explicit",
-    "(8,)-untied-fsdp-explicit",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @KINDS
 @ON_MESHES
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -89,14 +84,7 @@ def test_results_and_gradients(kind, sizes, tied, shape):
         )
 
 
-@pytest.mark.default(
-    "1-tied-fsdp-auto",
-    "1-tied-fsdp-explicit",
-    "1-tied-data-fsdp-auto",
-    "1-tied-data-fsdp-model-auto",
-    "1-tied-data-fsdp-model-explicit",
-    "8-untied-fsdp-model-explicit",
-)
+@pytest.mark.sampled
 @KINDS
 @ON_MESHES
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -127,8 +115,7 @@ def test_tables_are_split_by_columns():
     assert tuple(head.weight.sharding.spec) == ("fsdp", None)
 
 
-@pytest.mark.default("indices0-64-explicit", "indices3-66-auto")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("rows", [64, 66])
 @pytest.mark.parametrize(

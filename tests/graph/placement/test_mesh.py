@@ -43,7 +43,6 @@ def test_names(other, name):
     assert axis_name(other) == name
 
 
-@pytest.mark.fast("sizes0-needs the size of an axis", "sizes5-not a multiple of 3")
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [

@@ -31,14 +31,6 @@ def mesh(**sizes):
 HEADS = S.segmented(1, 0, [Segment.head_aware(9, 4)])
 
 
-@pytest.mark.fast(
-    "shape0-None-sizes0-spec0-no strategy",
-    "shape5-wish5-sizes5-spec5-the mesh has no model axis",
-    "shape10-wish10-sizes10-spec10-the 2 heads",
-    "shape15-None-sizes15-spec15-axis 0 over fsdp=2",
-    "shape20-wish20-sizes20-spec20-axis 0 over ep=2",
-    "shape25-wish25-sizes25-spec25-axis 0",
-)
 @pytest.mark.parametrize(
     ("shape", "wish", "sizes", "spec", "why"),
     [
@@ -77,10 +69,6 @@ def test_where_and_why(shape, wish, sizes, spec, why):
     assert tuple(placed.spec) == spec and why in placed.why
 
 
-@pytest.mark.fast(
-    "shape0-wish0-UserInputError-'w' of shape .8,. has no axis 1",
-    "shape5-wish5-UserInputError-'data', but the mesh has the axes model",
-)
 @pytest.mark.parametrize(
     ("shape", "wish", "error", "says"),
     [
@@ -136,7 +124,6 @@ def test_functions_whose_parts_are_blocks_of_one_axis_work_on_a_mesh():
     assert place("w", (8, 64), S(2, rows), both, block=32).spec == P("model", "fsdp")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_a_large_weight_is_not_made_for_a_function():
     def peak():
@@ -270,7 +257,6 @@ def test_fsdp_splits_no_block_of_packed_weights():
     assert tuple(place("w", (6, 128), None, mesh, block=32).spec) == (None, "fsdp")
 
 
-@pytest.mark.slow
 def test_packed_weights_keep_their_values_where_fsdp_does_not_divide_their_blocks():
     class Holder(Module):
         def __init__(self):

@@ -27,7 +27,6 @@ MAKERS = {
 }
 
 
-@pytest.mark.fast("rowwise", "head_aware_colwise")
 @pytest.mark.parametrize("name", MAKERS)
 def test_each_is_itself_alone_and_equal_when_the_same(name):
     one, other = MAKERS[name](), MAKERS[name]()
@@ -39,7 +38,6 @@ def test_each_is_itself_alone_and_equal_when_the_same(name):
         one.num_devices = 3
 
 
-@pytest.mark.slow
 @given(st.integers(0, 50), st.integers(1, 12))
 def test_ranges_cover_everything_once(size, n):
     ranges = [even_range(size, i, n) for i in range(n)]
@@ -48,7 +46,6 @@ def test_ranges_cover_everything_once(size, n):
     assert widths == sorted(widths, reverse=True) and max(widths) - min(widths) <= 1
 
 
-@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(1, 5), st.integers(1, 4), st.booleans()), min_size=1, max_size=4
@@ -73,9 +70,6 @@ def test_stacked_qkv_keeps_heads_whole(n):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.fast(
-    "strategy0-shape0-IndexError-no axis 1", "strategy5-shape5-ValueError-even size, got 5"
-)
 @pytest.mark.parametrize(
     ("strategy", "shape", "error", "says"),
     [

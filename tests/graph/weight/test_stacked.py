@@ -44,14 +44,6 @@ def stack(held, span=ALL, **options):
 # -- names
 
 
-@pytest.mark.fast(
-    "span0-layers.*.w-2-layers.2.w",
-    "span5-2:5-2-4",
-    "span1-*.w-0-0.w",
-    "span2-w-1-w",
-    "span3-a.*.b.*.w-1-a.1.b.*.w",
-    "span4-m.layers.1:25:6.w-3-m.layers.19.w",
-)
 @pytest.mark.parametrize(
     "span, full, index, want",
     [
@@ -168,7 +160,6 @@ def test_a_weight_of_a_stack_is_a_tree_of_its_slice():
     assert jax.jit(lambda w: w * 2)(w).shape == (2,)
 
 
-@pytest.mark.slow
 def test_the_old_stack_is_let_go():
     s, weights = stack([1, 2, 3])
     old = weakref.ref(s.leaf)
@@ -296,7 +287,6 @@ def test_values_of_another_type_in_the_registry():
         InferenceSession().load(Graph("g", model, [KIND]), weights_registry=wrong)
 
 
-@pytest.mark.fast("plain-before", "pattern-after")
 @pytest.mark.parametrize(
     "net, loaded",
     [(net, how) for net in NETS for how in ("before", "after")]
@@ -356,7 +346,6 @@ def test_a_graph_has_one_entry_for_a_stack():
     assert found["layers.2.bias"] is model.layers[2].bias and "layers.7.bias" not in found
 
 
-@pytest.mark.slow
 def test_named_sizes():
     _, model = nets("plain")
     program = model.compile(TensorType("float32", ("rows", 4), CPU))
@@ -379,7 +368,6 @@ def test_gradients_inside_a_graph():
     close(*results)
 
 
-@pytest.mark.slow
 def test_a_program_lets_old_values_go():
     _, model = nets("plain")
     old = weakref.ref(jax.tree.leaves(model.layers)[0])

@@ -142,7 +142,6 @@ def test_data(path):
     assert w.layers[1].w.data().to_buffer().shape
 
 
-@pytest.mark.slow
 def test_nothing_is_read_when_opening(path, monkeypatch):
     read = []
     plain = os.preadv

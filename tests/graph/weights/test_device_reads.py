@@ -70,8 +70,7 @@ def test_places_of_rows_in_the_order_of_devices():
     np.testing.assert_array_equal(np.concatenate([part for _, part in found]), memory)
 
 
-@pytest.mark.default("False-False", "True-True")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 def test_no_device_gets_more_than_its_own(tmp_path, monkeypatch, stacked, cast):
@@ -104,7 +103,6 @@ def test_no_device_gets_more_than_its_own(tmp_path, monkeypatch, stacked, cast):
         np.testing.assert_array_equal(value, values[name].astype(np.float32))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_what_is_converted_takes_little_room_on_its_way(tmp_path, monkeypatch, stacked):
     path, _ = file(tmp_path, 4, ml_dtypes.bfloat16)

@@ -23,7 +23,6 @@ from maxjax.graph.weights import FileWeights, GGUFWeights, SafetensorWeights
 from maxjax.storage.blocks import DECODERS, LAYOUTS
 from maxjax.storage.gguf.reader import KEPT
 from tests.oracles.recorded import recorded_files, torch
-from tests.products import pairwise
 
 CPU = DeviceRef.CPU()
 S = ShardingStrategy
@@ -252,7 +251,6 @@ def written(format: Format, directory: Path) -> tuple[Path, Arrays]:
 # --- names, types, values ---------------------------------------------------------------------
 
 
-@pytest.mark.fast("safetensors", "npz", "gguf-bf16")
 @every_format
 def test_names_types_and_values(format, tmp_path):
     path, arrays = written(format, tmp_path)
@@ -321,7 +319,6 @@ def loaded(format: Format, directory: Path, mesh=None) -> tuple[nn.Module, Array
     return module, arrays
 
 
-@pytest.mark.fast("safetensors", "npz", "gguf-bf16")
 @every_format
 def test_on_one_device(format, tmp_path):
     module, arrays = loaded(format, tmp_path)
@@ -339,20 +336,10 @@ def assert_parts(value: jax.Array, array: np.ndarray, devices: int) -> None:
     assert bits(np.asarray(value)) == bits(array)
 
 
-@pytest.mark.fast(
-    "safetensors-{'model': 8}-False",
-    "safetensors-sharded-{'fsdp': 8}-False",
-    "pytorch-legacy-{'data': 2, 'model': 4}-False",
-    "npz-{'model': 8}-False",
-    "npz-deflated-{'fsdp': 8}-False",
-    "gguf-f32-{'data': 2, 'model': 4}-True",
-    "gguf-bf16-{'model': 8}-False",
-)
-@pytest.mark.parametrize(
-    ("format", "sizes", "explicit"),
-    pairwise(FORMATS, [{"model": 8}, {"data": 2, "model": 4}, {"fsdp": 8}], [False, True]),
-    ids=str,
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("sizes", [{"model": 8}, {"data": 2, "model": 4}, {"fsdp": 8}], ids=str)
+@pytest.mark.parametrize("explicit", [False, True])
 def test_on_eight_devices(format, sizes, explicit, tmp_path):
     kind = jax.sharding.AxisType
     mesh = maxjax.make_mesh(**sizes, axis_types=kind.Explicit if explicit else kind.Auto)
@@ -415,7 +402,6 @@ def assert_split(value: jax.Array, array: np.ndarray, split: str) -> None:
     assert value.addressable_shards[0].data.shape[axis] * 8 == array.shape[axis]
 
 
-@pytest.mark.fast("Q4_0-whole", "Q8_0-columns", "Q5_K-rows", "MXFP4-whole")
 @splits
 @pytest.mark.parametrize("name", KEPT)
 def test_packed_types_keep_their_bytes(name, split, tmp_path):
@@ -423,17 +409,6 @@ def test_packed_types_keep_their_bytes(name, split, tmp_path):
     assert_split(linear(path, split, QuantizationEncoding(name)), raw, split)
 
 
-@pytest.mark.fast(
-    "IQ1_M-whole",
-    "IQ1_S-columns",
-    "IQ2_XS-rows",
-    "IQ3_S-whole",
-    "IQ3_XXS-columns",
-    "Q2_K-whole",
-    "Q3_K-columns",
-    "TQ1_0-whole",
-    "TQ2_0-columns",
-)
 @splits
 @pytest.mark.parametrize("name", DECODED)
 def test_other_types_are_decoded_as_by_the_gguf_package(name, split, tmp_path):

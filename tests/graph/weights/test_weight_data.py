@@ -68,13 +68,6 @@ def exact_neighbours(values, dtype):
     return np.array(out)
 
 
-@pytest.mark.fast(
-    "float64-float8_e4m3fn",
-    "float32-float8_e5m2",
-    "float16-bfloat16",
-    "bfloat16-float16",
-    "int64-float8_e4m3fn",
-)
 @pytest.mark.parametrize("target", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
 @pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16", "int32", "int64"])
 def test_casts_round_once_to_nearest_even(source, target):
@@ -106,7 +99,6 @@ def test_casts_round_once_to_nearest_even(source, target):
     )
 
 
-@pytest.mark.fast("bfloat16-float32", "float8_e4m3fn-float64", "float8_e5m2-float16")
 @pytest.mark.parametrize("target", ["float32", "float64", "float16", "int32"])
 @pytest.mark.parametrize("source", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_casts_from_narrow_floats_are_exact(source, target):

@@ -28,7 +28,6 @@ from maxjax.graph.weights.writing import (
 from maxjax.storage.safetensors.writer import file_pieces
 from maxjax.storage.save import outgoing as storage
 from tests.nn.test_device_major import Net, initialized, placed
-from tests.products import campaign_but
 from tests.storage.save.test_outgoing import nibbles
 
 CPU = DeviceRef.CPU()
@@ -66,20 +65,6 @@ def sharded(array, *spec, kind=AxisType.Auto, **sizes):
     return jax.device_put(array, NamedSharding(mesh, P(*spec)))
 
 
-@pytest.mark.fast(
-    "()-{'model': 8}-<class 'numpy.float32'>-Auto",
-    "()-{'model': 8}-<class 'numpy.uint8'>-Explicit",
-    "('model',)-{'model': 8}-<class 'ml_dtypes.bfloat16'>-Auto",
-    "('model',)-{'model': 8}-<class 'bool'>-Explicit",
-    "(None, 'model')-{'model': 4}-<class 'numpy.uint8'>-Auto",
-    "('data', 'model')-{'data': 2, 'model': 4}-<class 'numpy.float32'>-Explicit",
-    "('data', 'model')-{'data': 2, 'model': 4}-<class 'bool'>-Auto",
-    "('model', 'data')-{'data': 2, 'model': 4}-<class 'ml_dtypes.bfloat16'>-Explicit",
-    "(('data', 'model'),)-{'data': 4, 'model': 2}-<class 'numpy.float32'>-Auto",
-    "(('data', 'model'),)-{'data': 4, 'model': 2}-<class 'numpy.uint8'>-Explicit",
-    "(None, None, 'model')-{'data': 4, 'model': 2}-<class 'ml_dtypes.bfloat16'>-Auto",
-    "(None, None, 'model')-{'data': 4, 'model': 2}-<class 'bool'>-Explicit",
-)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.uint8, bool], ids=str)
 @pytest.mark.parametrize(
@@ -102,7 +87,6 @@ def test_arrays_over_devices(spec, sizes, dtype, kind, small):
     assert all(row.ndim == 3 and row.shape[-1] == 6 for row in rows) and len(rows) > 1
 
 
-@pytest.mark.fast("()-(0,)", "('model',)-(2, 5)", "(None, None, 'model')-(3,)")
 @pytest.mark.parametrize("index", [(0,), (3,), (2, 5)], ids=str)
 @pytest.mark.parametrize("spec", [(), ("model",), (None, "model"), (None, None, "model")], ids=str)
 def test_parts_of_arrays_over_devices(index, spec, small):
@@ -111,7 +95,6 @@ def test_parts_of_arrays_over_devices(index, spec, small):
     assert b"".join(row.tobytes() for row in rows) == array[index].tobytes()
 
 
-@pytest.mark.fast("False-()", "True-()")
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (0, 4)], ids=str)
 @pytest.mark.parametrize("as_jax", [False, True])
 def test_arrays_with_little_in_them(shape, as_jax):
@@ -129,7 +112,6 @@ def test_what_a_device_has_is_not_copied(small):
     assert all(np.shares_memory(row, held) for row in array_rows(array))
 
 
-@pytest.mark.fast("1-(5,)", "8-(3, 7)", "200-(4, 3, 5)")
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (4, 3, 5), (2, 2, 2, 9)], ids=str)
 @pytest.mark.parametrize("itemsize", [1, 8, 200])
 def test_boxes_are_those_of_the_bytes_in_order(shape, itemsize, small):
@@ -148,16 +130,12 @@ def test_a_plain_model(small):
     assert written(model) == wanted(model.state_dict())
 
 
-@pytest.mark.slow
 def test_a_stacked_model_is_written_as_its_layers(small):
     model = initialized(stacked=True)
     assert written(model) == written(initialized()) == wanted(model.state_dict())
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "{'model': 2}-Auto-True", "{'data': 2, 'model': 4}-Explicit-False", "{'model': 4}-Auto-False"
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"model": 2}, {"data": 2, "model": 4}], ids=str)
@@ -168,8 +146,7 @@ def test_models_on_meshes(stacked, kind, sizes, small):
     assert written(model) == WRITTEN
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_fully_sharded(stacked, small):
     assert written(placed(stacked, fsdp=8)) == WRITTEN
@@ -302,10 +279,10 @@ MEMORY = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "size"),
-    campaign_but(1, [("fsdp", "100MB"), ("one", "5GB"), ("data", "5GB")]),
+    [("fsdp", "100MB"), ("one", "5GB"), ("data", "5GB")],
 )
 def test_saving_does_not_copy_a_stacked_model(tmp_path, mesh, size):
     program = textwrap.dedent(MEMORY)

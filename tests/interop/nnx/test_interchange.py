@@ -138,8 +138,7 @@ def run(module, x):
     return np.moveaxis(np.asarray(module(np.moveaxis(x, 1, -1))), -1, 1)
 
 
-@pytest.mark.default("linear", "no bias", "norm", "rms", "conv1", "conv2", "conv3", "grouped")
-@pytest.mark.slow
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_torch(name, tmp_path):
     make, ours, shape = LAYERS[name]
@@ -167,7 +166,6 @@ def test_a_layer_of_torch(name, tmp_path):
         np.testing.assert_array_equal(back[key], value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_attention(tmp_path, fused):
     x, y = numbers(2, 5, 12), numbers(2, 7, 12, seed=1)
@@ -276,7 +274,6 @@ def drawn(rng, name, shape):
     return rng.random(shape) + 0.2 if len(shape) == 1 else 0.3 * rng.standard_normal(shape)
 
 
-@pytest.mark.slow
 def test_a_bert_gives_torch_s_logits(bert):
     directory, oracle = bert
     model = nnx.eval_shape(lambda: Bert(rngs()))
@@ -293,7 +290,6 @@ def test_a_bert_gives_torch_s_logits(bert):
     np.testing.assert_allclose(found, oracle.ask("logits", answer), rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.slow
 def test_a_bert_goes_back_under_its_names(bert):
     directory, oracle = bert
     model = Bert(rngs())
@@ -327,7 +323,6 @@ PATTERNS = {
 }
 
 
-@pytest.mark.slow
 def test_three_tables_that_say_the_same(tmp_path):
     values = mlp_values()
     path = saved(tmp_path / "m.safetensors", values)
@@ -464,7 +459,6 @@ def test_packed_blocks_are_decoded_if_asked(tmp_path):
     np.testing.assert_array_equal(model.kernel[...], expected.T)
 
 
-@pytest.mark.slow
 def test_a_gguf_file_has_hugging_face_s_names(minilm, tmp_path):
     from tests.engine.test_load_gguf import write
 
@@ -539,7 +533,6 @@ def test_a_variable_in_two_places():
         load(model, both | {"head.weight": table + 1}, rename=torch_rules(model))
 
 
-@pytest.mark.slow
 def test_stacked_layers(tmp_path):
     class Stacked(nnx.Module):
         def __init__(self, rngs):
@@ -681,7 +674,6 @@ def test_many_differences_are_counted():
     assert len(caught.value.diff.missing) == 65 and len(str(caught.value)) < 2000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"ref": True}, {"hijax": True}], ids=str)
 def test_variables_of_other_kinds(options):
     with nnx.var_defaults(**options):
@@ -824,8 +816,7 @@ def check_sharded(model, values, mesh, **options):
         np.testing.assert_array_equal(np.asarray(array), expected.astype(np.float32))
 
 
-@pytest.mark.slow
-@pytest.mark.default("float32-full-explicit", "float16-abstract-auto")
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("is_abstract", [True, False], ids=["abstract", "full"])
 @pytest.mark.parametrize("stored", [np.float32, np.float16])
@@ -853,7 +844,6 @@ def test_each_device_reads_its_own(tmp_path, monkeypatch, kind, is_abstract, sto
         np.testing.assert_array_equal(np.asarray(back[name]), value.astype(np.float32))
 
 
-@pytest.mark.slow
 def test_arrays_by_name_onto_devices():
     mesh, values = spread("auto"), sharded_values()
     with jax.set_mesh(mesh):

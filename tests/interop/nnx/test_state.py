@@ -63,7 +63,6 @@ def pointers(tree):
 IDS = np.array([[1, 6, 0]], np.int32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False], ids=["stack", "list"])
 def test_there_and_back_shares_every_buffer(stacked):
     model, values = net(stacked=stacked)
@@ -186,7 +185,6 @@ def test_it_runs_under_nnx():
     np.testing.assert_array_equal(nnx.merge(graph, state)(IDS), expected)
 
 
-@pytest.mark.slow
 def test_its_gradients_are_those_of_jax():
     model, _ = net(packed=False)
     grads = nnx.grad(lambda m: (m(IDS) ** 2).sum())(as_nnx(model))

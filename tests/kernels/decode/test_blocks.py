@@ -59,16 +59,7 @@ def result(given, **options):
     return program(static_of(width, options), width)(arrays | layer)
 
 
-@pytest.mark.default(
-    "window",
-    "window longer than the cache",
-    "cap",
-    "negative scale",
-    "rope of a part",
-    "rope of nothing",
-    "interleaved part",
-)
-@pytest.mark.slow
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("which", OPTIONS)
 def test_options(which):
     pairs, options = OPTIONS[which]
@@ -91,8 +82,7 @@ def test_several_blocks(options, slopes):
     check(given, result(given, **options), **options)
 
 
-@pytest.mark.default("1-True", "100-True", "257-False")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 100, 257])
 def test_windows_over_several_blocks(window, rotating):
@@ -101,7 +91,6 @@ def test_windows_over_several_blocks(window, rotating):
     check(given, result(given, **options), **options)
 
 
-@pytest.mark.slow
 def test_int8():
     given, floats = narrowed(operands((254, 599, 255, 0), 12, 2, 80, 600))
     check_int8(given, floats, result(given, sliding_window=300), sliding_window=300)
@@ -128,8 +117,7 @@ def test_slots_that_no_sequence_has_filled_are_not_read():
     assert list(map(int, run(400, 604))) == [0, 600]
 
 
-@pytest.mark.default("tpu")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
 def test_it_is_what_platforms_without_a_kernel_run(platform):
     from maxjax.kernels import decode_attention

@@ -40,7 +40,6 @@ def test_on_every_level(cache, heads, width):
         check(given, (out, keys, keys))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["definition", "blocks"])
 def test_without_a_kernel(form):
     given = latents(heads=6, width=24)
@@ -63,7 +62,6 @@ def test_without_a_kernel(form):
     check(given, (out, keys, keys))
 
 
-@pytest.mark.slow
 def test_int8():
     given, floats = narrowed(latents(heads=6, width=24))
     given["scales"] = given["scales"][:1]

@@ -21,7 +21,6 @@ from tests.kernels.decode_reference import (
     narrowed,
     operands,
 )  # fmt: skip
-from tests.products import each_value, fast_and_slow
 
 # Half of the last place of a number in [1, 2).
 ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -43,15 +42,9 @@ def right(given, **options):
     check(given, result(given, **options), rounding=rounding, **options)
 
 
-@pytest.mark.default(
-    "window longer than the cache-bfloat16",
-    "negative scale-bfloat16",
-    "rope of a part-float16",
-)
-@pytest.mark.parametrize(
-    ("which", "q"),
-    fast_and_slow((("all", "float32"), ("window", "bfloat16")), each_value(OPTIONS, TYPES)),
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("which", OPTIONS)
+@pytest.mark.parametrize("q", TYPES)
 def test_options(which, q):
     pairs, options = OPTIONS[which]
     lengths = (8, 3, 0, 11) if options.get("rotating") else (8, 3, 0, 9)
@@ -65,8 +58,7 @@ def test_sinks():
     right(operands((5000, 7), 4, 2, 16, 6000, sinks=True))
 
 
-@pytest.mark.default("float32 bfloat16-80-5", "float16 float32-192-2", "bfloat16 bfloat16-256-16")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("width", "group"), [(64, 1), (64, 8), (80, 5), (96, 3), (128, 4), (192, 2), (256, 16)]
 )
@@ -76,8 +68,6 @@ def test_types_and_sizes(width, group, types):
     right(operands((299, 3), 2 * group, 2, width, 300, q, cache, seed=width))
 
 
-@pytest.mark.default("bfloat16", "int8")
-@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_keys_that_are_the_values(cache):
     """Of latent attention: wide heads, in two parts, and more query heads than a program has."""
@@ -103,8 +93,7 @@ def test_keys_that_are_the_values(cache):
         check(given, program(static_of(576, {}), 576, shared)(given), rounding=ROUNDING[q])
 
 
-@pytest.mark.default("None-False", "255-True")
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 255, 300])
 def test_lengths_around_the_parts_of_the_work(window, rotating):
@@ -114,8 +103,7 @@ def test_lengths_around_the_parts_of_the_work(window, rotating):
     right(given, rotating=rotating, sliding_window=window)
 
 
-@pytest.mark.default("{'rotating': True}")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 3000}, {"rotating": True}], ids=repr)
 def test_programs_that_have_several_blocks(options):
     """One sequence is divided between many programs, many are not."""
@@ -134,8 +122,7 @@ def test_what_no_token_sees_is_not_read():
     right(given, sliding_window=3)
 
 
-@pytest.mark.default("odd")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", ["plain", "odd", "window"])
 def test_int8(which):
     sizes, options = {
@@ -150,8 +137,7 @@ def test_int8(which):
     check_int8(given, floats, result(given, **options), **options)
 
 
-@pytest.mark.default("float16")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("q", ["float16", "bfloat16"])
 def test_int8_with_queries_of_16_bits(q):
     """Scales of any size: weights times scales are not rounded to float16."""
@@ -171,7 +157,6 @@ def test_int8_with_queries_of_16_bits(q):
             assert (np.abs(np.asarray(new[0][b, h], np.float64) - exact) <= bound).all()
 
 
-@pytest.mark.slow
 def test_scores_of_no_size_at_all_count_for_nothing():
     given = operands((511,), 1, 1, 16, 512)
     given["q"][:], given["keys"][:], given["k"][:] = 1e20, 0, 0

@@ -73,8 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.default("plain-bfloat16", "window of one-float32", "both-float32")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("which", CASES)
 def test_causal(which, dtype, interpreted):
@@ -87,8 +86,7 @@ def test_causal(which, dtype, interpreted):
     assert (np.abs(np.asarray(got, np.float64) - exact) <= 4 * ROUNDING[dtype] * size).all()
 
 
-@pytest.mark.default("64-2")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("width", "heads"), [(64, 2), (80, 16), (128, 4), (192, 2), (256, 4)])
 def test_sizes(width, heads, interpreted):
     q, cache, positions, key_positions = operands("bfloat16", width, heads)
@@ -98,7 +96,6 @@ def test_sizes(width, heads, interpreted):
     assert (np.abs(np.asarray(got, np.float64) - exact) <= 4 * ROUNDING["bfloat16"] * size).all()
 
 
-@pytest.mark.slow
 def test_keys_in_any_order(interpreted):
     """As in a rotating cache, after the new tokens; some slots are empty, and hold large numbers."""
     q, cache, positions, _ = operands()
@@ -115,7 +112,6 @@ def test_keys_in_any_order(interpreted):
     assert alone.mean() > 0.9 and off[alone].all()
 
 
-@pytest.mark.slow
 def test_an_int8_cache(interpreted):
     q, cache, positions, key_positions = operands()
     (keys, ks), (values, vs) = map(quantised, cache)
@@ -127,7 +123,6 @@ def test_an_int8_cache(interpreted):
     assert (np.abs(np.asarray(got) - exact) <= 4 * ROUNDING["float32"] * size).all()
 
 
-@pytest.mark.slow
 def test_an_encoder(interpreted):
     """Every token sees every one that is there."""
     q, cache, *_ = operands()
@@ -139,7 +134,6 @@ def test_an_encoder(interpreted):
     assert (np.abs(np.asarray(got) - exact) <= 4 * ROUNDING["float32"] * size).all()
 
 
-@pytest.mark.slow
 def test_the_derivative_uses_its_sums(interpreted):
     q, cache, positions, key_positions = operands()
 

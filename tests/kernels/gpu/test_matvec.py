@@ -15,7 +15,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.mark.default("256-float16", "1536-bfloat16")
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("depth", [256, 1536])
 def test_the_kernel(dtype, depth):

@@ -14,7 +14,7 @@ from maxjax.kernels.gpu import packed_product as gpu
 from maxjax.kernels.packed_product import PackedOperand, in_chunks
 from tests.kernels.packed_operands import blocks, close
 from tests.kernels.test_packed import reference
-from tests.products import ALL
+from tests.xla import IS_OPTIMISED
 
 # Rows and columns: a row that is one block of each encoding, and sizes that divide by nothing.
 SIZES = [(24, 256), (7, 768), (65, 2304)]
@@ -33,13 +33,7 @@ def operands(name, size, tokens, dtype):
     return jnp.asarray(x, dtype), jnp.asarray(raw), reference(name, raw[1]).astype(np.float64)
 
 
-@pytest.mark.default(
-    "float32-3-size0-Q5_K",
-    "bfloat16-37-size0-Q6_K",
-    "bfloat16-3-size2-MXFP4",
-    "float16-1-size1-Q4_0",
-)
-@pytest.mark.fast("bfloat16-1-size0-Q4_K", "bfloat16-37-size0-Q8_0")
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
@@ -55,7 +49,7 @@ def test_the_kernel(name, size, tokens, dtype):
     alone = gpu.kernel(name, x.dtype, x, stack[1], jnp.int32(0), interpret=True)
     # Optimised by XLA, the loops over blocks that interpret the kernel may add in another order.
     got, alone = np.asarray(got, np.float32), np.asarray(alone, np.float32)
-    apart = 2e-6 * np.abs(alone).max() if ALL else 0.0
+    apart = 2e-6 * np.abs(alone).max() if IS_OPTIMISED else 0.0
     np.testing.assert_allclose(got, alone, rtol=0, atol=apart)
 
 
@@ -65,25 +59,18 @@ def test_many_tokens_in_float32_have_no_kernel(name):
     assert "float32, more than 4" in gpu.lacks(name, x.dtype, x, stack)
 
 
-@pytest.mark.default(
-    "1-size0-Q4_K",
-    "1-size0-MXFP4",
-    "1-size1-Q5_0",
-    "8-size0-IQ4_NL",
-    "8-size2-Q8_0",
-)
-@pytest.mark.fast("8-size1-Q4_K")
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("size", [(24, 256), (200, 256), (65, 768)])
 @pytest.mark.parametrize("devices", [1, 8])
-def test_chunks(name, size, devices, monkeypatch):
+@pytest.mark.parametrize("dtype", UNITS)
+def test_chunks(name, size, devices, dtype, monkeypatch):
     monkeypatch.setattr(packed_product, "MOST_WEIGHTS", 2048)
-    for dtype in UNITS if ALL else [list(UNITS)[list(DECODERS).index(name) % 3]]:
-        x, stack, exact = operands(name, size, 5, dtype)
-        static = PackedOperand((name,), (x.dtype,))
-        got = in_chunks(static, x, stack, jnp.int32(1), devices=devices)[0]
-        assert got.dtype == dtype and got.shape == (5, size[0])
-        close(got, x, exact, unit=UNITS[dtype])
+    x, stack, exact = operands(name, size, 5, dtype)
+    static = PackedOperand((name,), (x.dtype,))
+    got = in_chunks(static, x, stack, jnp.int32(1), devices=devices)[0]
+    assert got.dtype == dtype and got.shape == (5, size[0])
+    close(got, x, exact, unit=UNITS[dtype])
 
 
 def lowered(platform, f, *given):

@@ -34,7 +34,7 @@ def interpreted(monkeypatch):
     interpret(monkeypatch, tpu.kernel)
 
 
-@pytest.mark.default("128")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [16, 128])
 def test_chunks_of_an_int8_cache(width, interpreted):
     """Slots come last in a cache of narrow heads."""
@@ -51,7 +51,6 @@ def test_chunks_of_an_int8_cache(width, interpreted):
     assert (np.abs(np.asarray(got) - exact) <= 4 * ROUNDING["float32"] * size).all()
 
 
-@pytest.mark.slow
 def test_a_tile_that_sees_no_key(interpreted):
     """Its numbers are finite, and its sum counts for nothing."""
     q, cache, positions, key_positions = operands()

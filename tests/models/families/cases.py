@@ -95,12 +95,12 @@ def every() -> list[Case]:
     return found
 
 
-def default_and_campaign(cases: list[Case]) -> list[Any]:
-    """Parameters: the first case of each family in the default set, the others in a live campaign."""
+def first_of_each_family(cases: list[Case]) -> list[Any]:
+    """Parameters: all but the first case of each family are for ``pytest --all``."""
     seen: set[str] = set()
     found = []
     for case in cases:
-        marks = [pytest.mark.campaign, pytest.mark.oracle] if case.family in seen else []
+        marks = [pytest.mark.extra] if case.family in seen else []
         seen.add(case.family)
         found.append(pytest.param(case, marks=marks, id=str(case)))
     return found

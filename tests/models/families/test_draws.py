@@ -17,7 +17,7 @@ def test_every_family_of_decoders_is_drawn():
         assert not one.architectures or case.kind == one.architectures[0]
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", draws.names())
 def test_draws_are_told_by_their_seed(family):

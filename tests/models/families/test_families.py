@@ -16,11 +16,11 @@ from maxjax.models import find_family
 from tests.models import decoders
 from tests.models.decoders import call, greedy, ids_of, logits_of, ours, same
 from tests.models.families import table
-from tests.models.families.cases import default_and_campaign, every
+from tests.models.families.cases import every, first_of_each_family
 from tests.models.gguf import llama_cpp
 
 CASES = every()
-EACH = pytest.mark.parametrize("case", default_and_campaign(CASES), scope="module")
+EACH = pytest.mark.parametrize("case", first_of_each_family(CASES), scope="module")
 ALL = pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in CASES])
 FIRST = {case.family: case for case in reversed(CASES)}
 # GGUF files of these have factors of RoPE, or a part of the features, in another form.
@@ -40,10 +40,6 @@ STEPS = (
     "opt-350m", "qwen2-windows",
     "bloom-heads",
 )  # fmt: skip
-# Of these the default set has pieces alone: a step of theirs has no kernel or state that others' have not.
-BY_PIECES = ("granitemoehybrid-tiny", "falcon-40b", "phi3-mini", "qwen2-windows")
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +107,14 @@ def test_pieces(case, made):
     is_in_the_table(case, placed)
 
 
-@pytest.mark.default(*(case for case in STEPS if case not in BY_PIECES))
-@EACH
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if str(case) in STEPS else pytest.mark.extra)
+        for case in CASES
+    ],
+    scope="module",
+)
 def test_steps(case, made):
     """Single tokens on one device: one program, as the texts have a cache of the same size."""
     theirs, _, mine = made
@@ -148,14 +150,12 @@ def texts_of(model, prompts, new, capacity):
     return np.stack(written, 1)
 
 
-@pytest.mark.default(
-    "deepseek_v3-yarn", "gemma4_text-shared", "granitemoehybrid-tiny", "llama-1", "nemotron_h-nano"
-)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    "case", default_and_campaign([c for c in CASES if c.family in KINDS]), scope="module"
+    "case", first_of_each_family([c for c in CASES if c.family in KINDS]), scope="module"
 )
 def test_without_a_cache(case, made):
-    """One family of each kind of layers; all of them in a campaign, below."""
+    """One family of each kind of layers; all of them below."""
     theirs, _, mine = made
     ids = ids_of(2, case.length)
     same(call(mine, ids), logits_of(theirs, ids))
@@ -212,7 +212,7 @@ def test_files(case, made, tmp_path):
         np.testing.assert_allclose(after[name], array, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @ALL
 def test_stacked_separate_and_placed(case, tmp_path):
@@ -230,7 +230,7 @@ def test_stacked_separate_and_placed(case, tmp_path):
         np.testing.assert_array_equal(greedy(mine, prompts, 40), texts)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @ALL
 def test_transformers_opens_what_was_saved(case, tmp_path):
@@ -244,7 +244,7 @@ def test_transformers_opens_what_was_saved(case, tmp_path):
         np.testing.assert_array_equal(again[name].numpy(), value.numpy(), err_msg=name)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.oracle
 @pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp")
 @pytest.mark.parametrize(

@@ -30,8 +30,6 @@ CONFIG = {
 }  # fmt: skip
 BOTH = "model.layers.{}.self_attn.kv_b_proj.weight"
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -11,8 +11,6 @@ from tests.models.families.known.kimi_linear import CASES, kimi
 from tests.models.gguf import files
 from tests.models.gguf.test_deepseek import rewritten
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

@@ -38,8 +38,6 @@ CASES = {
     name: case for case in reversed(every()) for name in (str(case), case.family) if name in ALL
 }
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", params=ALL)
 def made(request, tmp_path_factory):
@@ -177,7 +175,7 @@ def test_files_of_llama_cpp_are_stable(made, tmp_path):
     assert (tmp_path / "again" / "hf.gguf").read_bytes() == (tmp_path / "hf.gguf").read_bytes()
 
 
-@pytest.mark.default("mamba2", "nemotron_h")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", KINDS, indirect=True)
 def test_narrow_types(made, tmp_path):
     family, folder, _, _ = made
@@ -246,9 +244,7 @@ def test_a_granite_4_without_mamba_is_a_granite_3(tmp_path):
     np.testing.assert_allclose(call(again, ids), call(model, ids), rtol=0, atol=1e-6)
 
 
-@pytest.mark.default(
-    "settings0-without Mamba 2 and with experts", "settings2-48 features of Mamba 2"
-)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

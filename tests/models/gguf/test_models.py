@@ -66,7 +66,6 @@ def close(case):
     return {"rtol": 1e-4 if rounded else 0, "atol": 1e-5 if rounded else 0}
 
 
-@pytest.mark.fast("llama", "llama-yarn", "qwen3", "gemma3-linear")
 def test_the_tensors_are_those_of_the_checkpoint(made):
     case, _, original, path = made
     _, tensors, _, _ = tables(path)
@@ -77,7 +76,6 @@ def test_the_tensors_are_those_of_the_checkpoint(made):
         np.testing.assert_allclose(tensors[name], values, rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.fast("llama", "llama-yarn", "qwen3", "gemma3-linear")
 def test_rows_and_change_give_what_apply_gives(made):
     _, _, _, path = made
     _, tensors, sources, stored = tables(path)
@@ -95,7 +93,6 @@ def test_rows_and_change_give_what_apply_gives(made):
         np.testing.assert_array_equal(part, expected, err_msg=name)
 
 
-@pytest.mark.fast("llama", "llama-yarn", "qwen3", "gemma3-linear")
 def test_transformers_runs_what_we_made_of_the_file(made, tmp_path):
     case, model, _, path = made
     config, tensors, _, _ = tables(path)
@@ -114,7 +111,6 @@ def test_transformers_runs_what_we_made_of_the_file(made, tmp_path):
     np.testing.assert_allclose(outputs, model.ask("outputs", run), **close(case))
 
 
-@pytest.mark.fast("llama", "qwen3moe")
 @pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)
 def test_transformers_reads_the_same_out_of_the_file(case, tmp_path):
     model = files.model(case)
@@ -146,7 +142,6 @@ SHARED += (
 SHARED += "num_experts num_experts_per_tok n_embd n_layer n_head layer_norm_epsilon".split()
 
 
-@pytest.mark.fast("llama", "qwen3moe")
 @pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)
 def test_transformers_reads_the_same_settings(case, tmp_path):
     model = files.model(case)

@@ -79,7 +79,6 @@ def kept(arrays):
     return {name: array for name, array in arrays.items() if not name.startswith("pooler.")}
 
 
-@pytest.mark.slow
 def test_tensors_are_those_of_the_converter(case):
     name, model, _, arrays, path = case
     expected = dict(files.converted(name, model, arrays))
@@ -125,7 +124,6 @@ def test_back_again_the_configuration_builds_the_same_model(case):
         assert a == near, key
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_narrow_types_come_back_bit_for_bit(case, kind, tmp_path):
     _, _, config, arrays, _ = case
@@ -237,25 +235,6 @@ def test_packed_blocks_stay_as_they_are(tmp_path):
     assert load_weights(first).metadata["general.file_type"] == 7
 
 
-@pytest.mark.default(
-    "llama-linear",
-    "llama-tied",
-    "llama3",
-    "mistral",
-    "qwen2",
-    "gemma",
-    "gpt2",
-    "llama-yarn",
-    "mixtral",
-    "qwen3",
-    "gemma2",
-    "qwen3moe",
-    "bert",
-    "llama-bias",
-    "qwen2moe",
-    "gemma3-linear",
-)
-@pytest.mark.slow
 def test_parts_of_tensors_are_those_of_the_whole(case):
     """Any box, from files read in parts: permuted, transposed, stacked, shifted, widened."""
     _, _, config, arrays, path = case

@@ -17,10 +17,7 @@ from tests.oracles.recorded import torch, transformers
 
 tokenizers = pytest.importorskip("tokenizers")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp"),
-]
+pytestmark = pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp")
 
 # llama.cpp rounds the arguments of GELU to float16.
 GELU = ("gemma", "gpt2", "bert")

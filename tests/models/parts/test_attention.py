@@ -194,14 +194,12 @@ def test_slopes_with_a_cache(pattern):
     assert np.abs(whole - without).max() > 0.1
 
 
-@pytest.mark.slow
 def test_slopes_in_an_int8_cache():
     model, ids = biased(config_of("sf")), ids_of(2, 20)
     found, _ = in_pieces(model, ids, model.cache(2, 32, "int8"), (9, 1, 1, 6, 1, 1, 1))
     assert np.abs(found - run(model, ids)).max() < 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["ff", "sf"])
 def test_slopes_in_rows_of_their_own_length(pattern):
     model = biased(config_of(pattern))
@@ -240,8 +238,7 @@ MESHES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.default("heads-Auto", "slots-Explicit", "heads and sequences-Explicit")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("where", MESHES)
 def test_slopes_on_meshes(where, types):
@@ -255,7 +252,6 @@ def test_slopes_on_meshes(where, types):
     close(found, whole)
 
 
-@pytest.mark.slow
 def test_weights_of_attention_with_slopes():
     """Those that a capture sees are those of the results, with and without a cache."""
     model, ids = biased(config_of("sf")), ids_of(2, 12)

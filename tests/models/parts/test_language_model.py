@@ -30,7 +30,6 @@ from maxjax.models.parts.layer_loop import pattern
 from maxjax.models.parts.rotary import Rope, read_rope
 from maxjax.nn import LayerList, LayerStack
 from maxjax.nn.layer import add_layer_hook
-from tests.products import campaign_but, first, pairwise
 
 VOCAB = 48
 KINDS = {"s": "sliding_attention", "f": "full_attention"}
@@ -68,8 +67,7 @@ def close(found, expected, atol=2e-5):
 # --- calls ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_pieces_of_a_text_are_the_text():
     model, ids = made(), ids_of(2, 12)
     whole = call(model, ids)
@@ -82,8 +80,7 @@ def test_pieces_of_a_text_are_the_text():
         np.testing.assert_array_equal(cache.lengths, [start, start])
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_rows_of_their_own_length():
     model = made()
     ids, lengths = ids_of(3, 7), np.array([7, 3, 0], np.int32)
@@ -103,7 +100,6 @@ def test_rows_of_their_own_length():
             close(one[row], alone[n + m])
 
 
-@pytest.mark.slow
 def test_padding_leaves_no_trace():
     model, ids = made(), ids_of(2, 6)
     lengths = np.array([2, 6], np.int32)
@@ -116,7 +112,6 @@ def test_padding_leaves_no_trace():
     assert not np.asarray(one.keys)[:, 0, :, 2:].any()
 
 
-@pytest.mark.slow
 def test_last_without_a_cache():
     model, ids = made(), ids_of(2, 6)
     whole = call(model, ids)
@@ -131,7 +126,6 @@ def test_prefill_for_the_last_token_makes_no_logits_of_the_others():
     assert f"2x6x{VOCAB}" not in text and f"2x{VOCAB}xf32" in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unstacked"])
 def test_a_decode_step_goes_through_the_kernel(stacked):
     model = made(stacked=stacked)
@@ -141,7 +135,6 @@ def test_a_decode_step_goes_through_the_kernel(stacked):
     assert "@maxjax_decode_attention" not in end.lower(model, ids_of(2, 2), cache).as_text()
 
 
-@pytest.mark.slow
 def test_a_donated_cache_is_changed_in_place():
     model = made()
     step = jax.jit(lambda m, ids, cache: m(ids, cache, last=True), donate_argnums=2)
@@ -153,7 +146,6 @@ def test_a_donated_cache_is_changed_in_place():
         assert {a.unsafe_buffer_pointer() for a in (after.keys, after.values)} == places
 
 
-@pytest.mark.slow
 def test_a_cache_grows_in_the_middle_of_a_text():
     model, ids = made(), ids_of(1, 20)
     _, cache = on(model, ids[:, :7], model.cache(1, 8))
@@ -161,7 +153,6 @@ def test_a_cache_grows_in_the_middle_of_a_text():
     close(logits, call(model, ids)[:, 7:])
 
 
-@pytest.mark.slow
 def test_a_long_prompt_into_a_much_larger_cache():
     # Prefill looks at T, 4 T, 16 T slots or all, by how many are filled.
     model, ids = made(), ids_of(1, 70)
@@ -172,7 +163,6 @@ def test_a_long_prompt_into_a_much_larger_cache():
     close(jnp.concatenate(found, 1), call(model, ids))
 
 
-@pytest.mark.slow
 def test_stacked_and_unstacked_and_hooked():
     model, ids = made(), ids_of(2, 6)
     expected = call(model, ids)
@@ -187,7 +177,6 @@ def test_stacked_and_unstacked_and_hooked():
     close(call(model, ids), expected)
 
 
-@pytest.mark.slow
 def test_derivatives():
     model, ids = made(), ids_of(3, 5)
 
@@ -207,7 +196,6 @@ def test_derivatives():
     assert slope == pytest.approx((numbers[0] - numbers[1]) / 2e-2, rel=0.02, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_batches_by_vmap():
     model, ids = made(), ids_of(3, 5)
     mapped = lambda function: jax.jit(jax.vmap(function, (None, 0)))
@@ -219,7 +207,6 @@ def test_batches_by_vmap():
     close(stepped, call(model, np.concatenate([ids, ids[:, :1]], 1))[:, -1:])
 
 
-@pytest.mark.slow
 def test_bfloat16_is_about_the_same():
     ids = ids_of(2, 6)
     narrow = made(dtype="bfloat16")
@@ -235,7 +222,6 @@ def test_bfloat16_is_about_the_same():
 # --- settings that families to come have ---------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_layers_of_several_kinds():
     config = Gemma3Config(
         VOCAB, 16, 24, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
@@ -323,20 +309,13 @@ def placed_run(mesh, config=CONFIG):
     return np.concatenate(found, 1), places, places[0].shard_shape(cache.keys.shape)
 
 
-MESHES = {"2": {"model": 2}, "4": {"model": 4}, "8": {"model": 8}, "2x4": {"data": 2, "model": 4}}
-FAST = [("4", AxisType.Auto, 4), ("2x4", AxisType.Explicit, 4)]
-# With these every value is in the default set.
-MORE = [("2", AxisType.Explicit, 1), ("8", AxisType.Auto, 8)]
-ALL = pairwise(MESHES, (AxisType.Auto, AxisType.Explicit), (4, 1, 8))
-REST = first(MORE, (case for case in ALL if case not in FAST))
+MESHES = {"2x4": {"data": 2, "model": 4}, "2": {"model": 2}, "4": {"model": 4}, "8": {"model": 8}}
 
 
-@pytest.mark.slow
-@pytest.mark.default("2x4-AxisType.Explicit-4")
-@pytest.mark.parametrize(
-    ("mesh", "types", "kv_heads"),
-    [*(pytest.param(*case) for case in FAST), *campaign_but(2, REST)],
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kv_heads", [4, 1, 8])
 def test_on_meshes(mesh, types, kv_heads):
     config = dataclasses.replace(
         CONFIG, num_attention_heads=8, head_dim=4, num_key_value_heads=kv_heads
@@ -348,7 +327,6 @@ def test_on_meshes(mesh, types, kv_heads):
     assert shape[2] == max(1, kv_heads // sizes["model"])  # more devices than heads share them
 
 
-@pytest.mark.slow
 def test_rows_lie_over_the_axis_that_weights_are_gathered_over():
     logits, places, _ = placed_run(maxjax.make_mesh(fsdp=2))
     close(logits, call(made(), ids_of(2, 8)))
@@ -383,7 +361,6 @@ def test_token_ids_that_are_none(ids, found):
         model(jnp.array(ids))
 
 
-@pytest.mark.slow
 def test_a_cache_that_does_not_fit():
     model = Qwen2(CONFIG)
     with pytest.raises(UserInputError, match="cache of 3"):
@@ -398,7 +375,6 @@ def test_a_cache_that_does_not_fit():
     made()(ids_of(2, 2), cache, lengths=[1, 2])  # the padding needs no room
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2])
 def test_inside_jit_what_has_no_room_is_nan(length):
     model = made()

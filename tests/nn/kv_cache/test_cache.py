@@ -63,7 +63,6 @@ def test_layers_that_slide_have_the_slots_of_their_window():
     KVCache.empty(0, **SIZES, sliding_layers=2, window=3).check_room(8)  # positions, not slots
 
 
-@pytest.mark.slow
 def test_what_is_written_is_read():
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 2, 3, 4, 5)).astype(np.float32)
@@ -140,7 +139,6 @@ def test_room_is_checked_where_numbers_are_known():
     jax.jit(inside)(cache)
 
 
-@pytest.mark.fast("changes0-batch", "changes5-window")
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

@@ -53,8 +53,7 @@ CACHES = np.zeros((3, 2, 4), np.float32)
 SPECS = (SPEC, jax.ShapeDtypeStruct((3, 2, 4), jnp.float32))
 
 
-@pytest.mark.default("numpy-False", "uncommitted-True", "elsewhere-False", "TensorValue-True")
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("kind", ["numpy", "uncommitted", "committed", "elsewhere", "TensorValue"])
 def test_compiled_before_it_is_loaded(stacked, kind):
@@ -74,7 +73,6 @@ def test_compiled_before_it_is_loaded(stacked, kind):
     np.testing.assert_allclose(got["caches"], want["caches"], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_it_runs_what_was_loaded_last():
     model = Net()
     program = model.compile(*SPECS)
@@ -93,7 +91,7 @@ def test_without_values():
         program(X, CACHES)
 
 
-@pytest.mark.default("True")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_placed_elsewhere_afterwards(stacked):
     model = Net(stacked)
@@ -106,8 +104,7 @@ def test_placed_elsewhere_afterwards(stacked):
         program(X, CACHES)
 
 
-@pytest.mark.default("load-False")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("first", ["compile", "load"])
 def test_placed_before(stacked, first):
@@ -162,7 +159,6 @@ def test_a_program_inside_a_transformation_is_refused_unless_its_sizes_have_name
     np.testing.assert_allclose(found, layer(X), rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -322,8 +322,7 @@ class OneByOne(Module):
         return jnp.concatenate([self.one(x), self.two(x)], -1)
 
 
-@pytest.mark.default("Alone-keys1", "ByHandAlone-keys2", "WeightParts-keys4")
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "make, keys",
     [
@@ -453,7 +452,6 @@ def test_parts_inside_of_stacked_layers():
 # -- constants
 
 
-@pytest.mark.fast("array0", "array5")
 @pytest.mark.parametrize(
     "array",
     [
@@ -503,14 +501,6 @@ def test_constants_are_copies_and_compared_by_content():
     assert f._cache_size() == 1
 
 
-@pytest.mark.fast(
-    "array0-1,048,584 bytes.*at most 1,048,576",
-    "array5-at most",
-    "array1-Python objects",
-    "array2-MaskedArray",
-    "array3-is an array",
-    "array4-is an array",
-)
 @pytest.mark.parametrize(
     "array, why",
     [
@@ -569,7 +559,6 @@ def closure(x):
 ARRAY = jnp.ones(2)
 
 
-@pytest.mark.fast("<lambda>0", "<lambda>5", "<lambda>10", "<lambda>15", "<lambda>20", "<lambda>25")
 @pytest.mark.parametrize(
     "make",
     [

@@ -239,7 +239,6 @@ def structure(**attrs):
     return jax.tree.structure(Hold(**attrs))
 
 
-@pytest.mark.fast("one0-other0", "one5-other5", "one10-other10")
 @pytest.mark.parametrize(
     "one, other",
     [
@@ -275,7 +274,6 @@ def test_lists_and_dicts_are_frozen_copies():
         assert clone.config == m.config and jax.tree.structure(clone) == jax.tree.structure(m)
 
 
-@pytest.mark.fast("value0-Weight", "value5-array")
 @pytest.mark.parametrize(
     "value, hint",
     [
@@ -486,7 +484,6 @@ def test_compiled_from_placeholders_runs_the_loaded_weights():
     assert jax.eval_shape(lambda m, x: m(x), Pair(), x).shape == (4, 2)
 
 
-@pytest.mark.slow
 def test_transformations():
     m, x = fill(Pair()), jnp.arange(12, dtype=jnp.float32).reshape(4, 3)
     want = np.asarray(m(x))
@@ -574,7 +571,6 @@ def test_symbolic_weights_flatten_once_loaded():
     assert jax.tree.leaves(m)[0].shape == (7, 3) and [str(d) for d in m.w.shape] == ["n", "3"]
 
 
-@pytest.mark.slow
 def test_old_values_are_let_go():
     m = fill(Pair())
     m(jnp.ones(3)), m.a(jnp.ones(3))

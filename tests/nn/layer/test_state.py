@@ -55,7 +55,6 @@ class OnlyDLPack:
         return self._array.__dlpack_device__()
 
 
-@pytest.mark.fast("numpy", "fortran")
 @pytest.mark.parametrize(
     "make",
     [lambda a: a, jnp.asarray, OnlyDLPack, lambda a: WeightData.from_numpy(a, "x"), Buffer.from_numpy,

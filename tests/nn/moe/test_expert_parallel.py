@@ -62,8 +62,7 @@ def compare(one, block, xs):
     assert not block.mlp.ep_batch_manager._rounds  # nothing is left in the manager
 
 
-@pytest.mark.fast("4-True")
-@pytest.mark.default("2-False")
+@pytest.mark.sampled
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_several_devices_compute_what_one_does(count, shared):

@@ -44,8 +44,7 @@ def in_float64(x, chosen, shares, experts):
     return out
 
 
-@pytest.mark.default("7-3-3-in_blocks", "40-4-2-sorted_apart")
-@pytest.mark.fast("1-5-2-in_blocks", "7-3-3-all_experts")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "run", [module.in_blocks, sorted_apart, module.all_experts], ids=lambda f: f.__name__
 )
@@ -74,8 +73,7 @@ def together(experts):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.default("grouped-3", "each by rows-9")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n", [3, 9])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_for_stacked_experts_some_of_which_are_elsewhere(way, n):
@@ -99,8 +97,7 @@ def test_ways_for_stacked_experts_some_of_which_are_elsewhere(way, n):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.default("grouped", "blocks for a kernel", "each by rows", "one by one")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_without_a_gate(way):
     x, chosen, shares = tokens_of(9, 4, 2)
@@ -133,8 +130,7 @@ def with_a_limit(gate, up):
     return jnp.minimum(gate, 1.0) * (up + 1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.default("grouped", "blocks for a kernel", "each by rows")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_biases_and_a_function_of_both_projections(way):
     x, chosen, shares = tokens_of(9, 4, 2)
@@ -168,7 +164,6 @@ def program(platform, n, dtype=jnp.bfloat16, count=8, e=128, f=256):
     return run.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.slow
 def test_which_way_a_program_contains():
     for platform in ("cuda", "tpu"):
         text = program(platform, 4)  # 8 choices of 8 experts, written out
@@ -181,7 +176,6 @@ def test_which_way_a_program_contains():
     assert "ragged" not in program("tpu", 129, f=192)
 
 
-@pytest.mark.default("2", "33", "300")
 @pytest.mark.parametrize("n", [2, 6, 33, 300])
 def test_blocks_of_every_size_and_experts_that_have_all_or_nothing(n):
     experts, (x, chosen, shares) = experts_of(4), tokens_of(n, 4, 2)
@@ -203,7 +197,6 @@ def test_rows_of_a_block():
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 50])
 def test_experts_that_nobody_chose_are_not_run(n):
     given, experts = tokens_of(n, 3, 2), experts_of(3)
@@ -212,7 +205,6 @@ def test_experts_that_nobody_chose_are_not_run(n):
     np.testing.assert_allclose(found, in_float64(*given, experts), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_a_token_does_not_depend_on_the_others():
     experts, (x, chosen, shares) = experts_of(4), tokens_of(50, 4, 2)
     found = mixture(x, chosen, shares, experts, "silu")
@@ -222,9 +214,8 @@ def test_a_token_does_not_depend_on_the_others():
     assert np.isnan(again[20:]).all()
 
 
-@pytest.mark.default("40")
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 40])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("n", [2, 40])
 def test_derivatives_are_those_of_all_experts_over_all_tokens(n):
     x, chosen, shares = tokens_of(n, 4, 2)
     experts = experts_of(4)
@@ -244,7 +235,6 @@ def test_derivatives_are_those_of_all_experts_over_all_tokens(n):
     np.testing.assert_allclose(tangent, step, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.slow
 def test_vmap():
     given, experts = [np.stack([a, a[::-1]]) for a in tokens_of(9, 4, 2)], experts_of(4)
     found = jax.vmap(lambda *a: mixture(*a, experts, "silu"))(*given)
@@ -253,8 +243,7 @@ def test_vmap():
         np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.default("True")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [True, False])
 def test_vmap_of_a_jitted_function_and_of_its_gradient(stacked):
     given, experts = [np.stack([a, a[::-1]]) for a in tokens_of(9, 4, 2)], experts_of(4)
@@ -270,7 +259,6 @@ def test_vmap_of_a_jitted_function_and_of_its_gradient(stacked):
         )
 
 
-@pytest.mark.slow
 def test_vmap_over_experts_and_in_vmap():
     given, experts = [np.stack([a, a[::-1]]) for a in tokens_of(3, 4, 2)], together(experts_of(4))
     two = ExpertWeights(*(np.stack([w, w * 2]) for w in experts.matrices))
@@ -285,7 +273,6 @@ def test_vmap_over_experts_and_in_vmap():
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.slow
 def test_slices_of_stacks_and_packed_weights():
     x, chosen, shares = tokens_of(9, 2, 1, e=32)
     experts = experts_of(2, e=32, f=64)

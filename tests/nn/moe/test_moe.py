@@ -34,8 +34,7 @@ def in_float64(x, w, num_experts, k, shared=False):
     return out
 
 
-@pytest.mark.default("1-1-True")
-@pytest.mark.fast("4-2-False", "3-3-True")
+@pytest.mark.sampled
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("num_experts", "k"), [(4, 2), (4, 1), (3, 3), (8, 2), (1, 1)])
 def test_moe(num_experts, k, shared):
@@ -62,8 +61,7 @@ class Doubled(nn.MLP):
         return 2.0 * super().__call__(x)
 
 
-@pytest.mark.default("3")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("k", [1, 3])
 def test_any_expert_will_do(k):
     layer, w = make(4, k)
@@ -73,7 +71,6 @@ def test_any_expert_will_do(k):
     np.testing.assert_allclose(call(other, x), 2 * call(layer, x), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_sorted_and_one_by_one_have_the_same_gradients():
     layer, _ = make(4, 2)
     other, _ = make(4, 2, mlp_cls=type("Other", (nn.MLP,), {}))
@@ -95,15 +92,13 @@ def test_all_tokens_to_one_expert():
     np.testing.assert_allclose(call(layer, x), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.default("float32")
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_token(dtype):
     layer, _ = make(dtype=dtype)
     assert call(layer, jnp.zeros((0, 6), dtype)).shape == (0, 6)
 
 
-@pytest.mark.slow
 def test_bfloat16():
     layer, w = make(dtype="bfloat16")
     x = jnp.asarray(random(7, 6), jnp.bfloat16)
@@ -125,7 +120,6 @@ def test_the_gate_gives_scores_as_max_does():
         assert gate(TensorValue(jnp.asarray(x)))[0].dtype == np.int64
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shares", ["softmax", "softmax of chosen", "sigmoid"])
 def test_shares(shares):
     gate, w = filled(nn.MoEGate([CPU], 6, 4, 2, "float32", shares=shares), scale=2.0)

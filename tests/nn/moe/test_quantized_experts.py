@@ -57,7 +57,7 @@ def reference(values, x, chosen, shares):
     return y
 
 
-@pytest.mark.default("Auto-sizes3-fp8 blocks", "Auto-sizes2-gptq 4 order", "Explicit-sizes4-awq")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("sizes", MESHES)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

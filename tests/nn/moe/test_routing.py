@@ -25,7 +25,7 @@ def by_hand(scores, bias, *, count, shares, normalised, factor, groups, chosen, 
     return dict(zip(experts.tolist(), (found * factor).tolist(), strict=True))
 
 
-@pytest.mark.default("1-1-2-False-sigmoid", "4-2-2-True-sigmoid", "3-2-1-False-softmax")
+@pytest.mark.sampled
 @pytest.mark.parametrize("shares", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("groups", "chosen", "best"), [(1, 1, 2), (4, 2, 2), (3, 2, 1)])

@@ -41,7 +41,7 @@ def plain(w, x, form, activation, first):
     return y
 
 
-@pytest.mark.default("interleaved-True-False")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("form", "bias", "first"), [("concatenated", False, True), ("interleaved", True, False)]
 )

@@ -76,8 +76,7 @@ def short(sizes):
     return "-".join(f"{name}{size}" for name, size in sizes.items())
 
 
-@pytest.mark.slow
-@pytest.mark.default("True-8-expert2-model2")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", MESHES, ids=short)
 @pytest.mark.parametrize("batch", [8, 1])
 @pytest.mark.parametrize("explicit", [False, True])
@@ -90,7 +89,7 @@ def test_logits_of_a_prompt_and_of_tokens(explicit, batch, sizes):
     np.testing.assert_allclose(generated(model, ids), steps, rtol=0, atol=2e-5)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_what_lies_where():
     model = made().to(mesh_of(expert=4, model=2))
     for leaf in experts_of(model):
@@ -111,7 +110,7 @@ def test_what_lies_where():
         assert leaf.sharding.spec[1] is None and ("expert", "model") in tuple(leaf.sharding.spec)
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 @pytest.mark.parametrize("sizes", [{"expert": 4, "model": 2}, {"fsdp": 2, "expert": 2}], ids=short)
 def test_gradients(sizes):
     loss = lambda model, ids: jnp.sum(jnp.sin(model(ids)))
@@ -126,8 +125,7 @@ def test_gradients(sizes):
         )
 
 
-@pytest.mark.campaign
-@pytest.mark.slow
+@pytest.mark.extra
 def test_separate_layers_and_saved_files(tmp_path):
     model = made(stacked=False, kind=Qwen3MoE)
     expected = call(model, IDS)
@@ -165,7 +163,7 @@ def tokens_of(n, count, k, e=32, seed=1):
     )
 
 
-@pytest.mark.default("3-False")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("n", [3, 16])
 def test_packed_experts_and_numbers_that_do_not_divide(n, packed):

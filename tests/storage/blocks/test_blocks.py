@@ -114,7 +114,6 @@ def test_random_bytes_decode_as_in_ggml(name):
     assert_same_bits(decode(name, blocks), oracle(name, blocks))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_every_byte_of_a_block_decodes_as_in_ggml(name):
     """Each byte takes a quarter of its values while the rest stay as they are."""
@@ -241,7 +240,6 @@ def test_memory_with_gaps(name, kind, small_pieces):
     assert_same_bits(decode(name, wide), wanted)
 
 
-@pytest.mark.slow
 def test_memory_beside_the_result_is_little():
     for name in ("Q4_K", "Q6_K", "IQ2_S", "IQ1_M", "TQ1_0", "Q1_0"):
         blocks = random_blocks(name, (64, 64 * 256 // LAYOUTS[name].elements))

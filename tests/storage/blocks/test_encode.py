@@ -72,7 +72,6 @@ def encoded_by(
     return blocks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_blocks_are_those_of_ggml(golden, name, implementation):
@@ -86,18 +85,7 @@ def test_blocks_are_those_of_ggml(golden, name, implementation):
         assert digest == golden[f"{name} digests"][number].tobytes(), kind
 
 
-@pytest.mark.default(
-    "numpy-Q5_0",
-    "portable-Q4_0",
-    "avx2-Q6_K",
-    "avx512-Q2_K",
-    "avx512-Q3_K",
-    "avx512-Q4_1",
-    "avx512-Q4_K",
-    "avx512-Q5_1",
-    "avx512-Q5_K",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", WEIGHTED)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_blocks_with_an_importance_are_those_of_ggml(golden, name, implementation):
@@ -168,7 +156,6 @@ def test_an_importance_that_does_not_fit(weights, says):
         encode("Q4_K", bell(3, 256), importance=weights)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in BOTH_ZEROS | NO_INVERSE])
 @pytest.mark.parametrize("name", SIMPLE)
 def test_simple_blocks_are_those_of_the_gguf_package(name, kind):
@@ -176,7 +163,6 @@ def test_simple_blocks_are_those_of_the_gguf_package(name, kind):
     np.testing.assert_array_equal(encode(name, values), by_package(name, values))
 
 
-@pytest.mark.slow
 @given(
     values=arrays.arrays(
         np.float32,
@@ -192,7 +178,6 @@ def test_any_simple_blocks_are_those_of_the_gguf_package(values):
         np.testing.assert_array_equal(encode(name, values), by_package(name, values), name)
 
 
-@pytest.mark.slow
 @given(values=arrays.arrays(np.float32, 256, elements=st.floats(width=32)))
 @examples(60)
 def test_any_numbers_are_encoded_or_refused(values):
@@ -347,7 +332,6 @@ def test_a_block_depends_on_its_own_values_alone(name, monkeypatch):
         np.testing.assert_array_equal(encode(name, values, threads=threads), whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_large_arrays_in_threads(name):
     values = bell(2 * encoders.PIECE // 512 + 3, 512)
@@ -448,7 +432,6 @@ def test_mxfp4_of_any_power_of_two(power):
         assert np.abs(out - values).max() <= 2.0**-127
 
 
-@pytest.mark.slow
 def test_memory_is_that_of_a_few_pieces():
     values = bell(512, 4096)
     for name in "Q8_0", "Q4_K", "Q6_K":

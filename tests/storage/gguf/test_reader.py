@@ -17,7 +17,6 @@ from maxjax.storage.gguf import values as gguf_values
 from maxjax.storage.gguf.reader import KEPT, open_gguf
 from maxjax.storage.gguf.types import GGML_TYPES, GGML_TYPES_BY_NAME, REMOVED
 from maxjax.storage.parts import Part, read_parts
-from tests.products import ALL
 from tests.storage.gguf import corpus as corpus
 from tests.storage.gguf.corpus import GGUF, GGUF_BAD, INFOS, PAIRS, SPLITS, write
 from tests.storage.gguf.corpus import gguf as build
@@ -25,7 +24,7 @@ from tests.storage.mutate import mutations
 from tests.storage.test_corpus import assert_refused
 from tests.storage.watch import watched
 
-MUTATIONS = 3000 if ALL else 1500
+MUTATIONS = 1500
 MEBIBYTE = 1 << 20
 
 
@@ -316,7 +315,6 @@ def test_parts_of_tensors_equal_the_slices(order, tmp_path):
 # --- sets ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", list(GGUFEndian), ids=lambda order: order.name)
 @pytest.mark.parametrize("first_is_empty", [False, True])
 def test_a_set_is_opened_by_any_of_its_parts(order, first_is_empty, tmp_path):
@@ -426,7 +424,6 @@ def seeds() -> list[bytes]:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_damaged_files_are_refused_cleanly_or_read_as_the_package_does(seed, tmp_path):
     content = seeds()[seed]

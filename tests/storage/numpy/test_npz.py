@@ -21,13 +21,12 @@ from maxjax.storage.numpy.npy import open_npy
 from maxjax.storage.numpy.npz import open_npz
 from maxjax.storage.parts import Part, read_parts
 from maxjax.storage.zip import deflate
-from tests.products import ALL
 from tests.storage.mutate import mutations, rewrite
 from tests.storage.numpy.corpus import BASIC, NPZ, A, Case, Item, npy, one, pack, saved
 from tests.storage.test_corpus import assert_refused, read_all
 from tests.storage.watch import watched
 
-MUTATIONS = 3000 if ALL else 1500
+MUTATIONS = 1500
 
 
 def by_numpy(content: bytes) -> dict[str, np.ndarray]:
@@ -51,7 +50,6 @@ def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
 # --- the corpus -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in NPZ if c.error], ids=str)
 def test_bad_file_is_refused_in_little_memory(case: Case, tmp_path):
     path = case.build(tmp_path)
@@ -103,7 +101,6 @@ def crcs_hold(content: bytes) -> bool:
         return False
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(len(seeds())))
 def test_mutated_files_are_refused_cleanly_or_read_as_numpy_does(part, tmp_path):
     path, accepted = tmp_path / "m.npz", 0
@@ -190,7 +187,6 @@ def test_parts_equal_slices(kind, block, tmp_path, monkeypatch):
         assert_same(table.read_many(), arrays)
 
 
-@pytest.mark.slow
 def test_large_deflated_array_is_read_in_little_memory(tmp_path):
     array = np.random.default_rng(0).integers(0, 9, (1000, 2000)).astype("i4")
     path = tmp_path / "m.npz"

@@ -64,9 +64,8 @@ def attempt(path: Path, **options) -> CheckpointError | None:
     return None
 
 
-@pytest.mark.default("zarr3-50", "files-50", "v1_save-50")
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.campaign)])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.extra)])
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_one_bit(kind, count, sealed, tmp_path):
     path = copied(sealed(kind), tmp_path / "c")
@@ -89,8 +88,6 @@ def test_one_bit(kind, count, sealed, tmp_path):
     assert refused > count // 5, (refused, classes)
 
 
-@pytest.mark.default("zarr3", "files_zarr3", "plain", "v1_save")
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_every_file_removed_emptied_or_halved(kind, sealed, tmp_path):
     path = copied(sealed(kind), tmp_path / "c")
@@ -394,7 +391,6 @@ def test_links_in_circles(sealed, tmp_path):
         open_orbax(path)
 
 
-@pytest.mark.slow
 def test_what_may_not_be_read_is_not_called_missing(sealed, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("becomes another user for it, which only root can")

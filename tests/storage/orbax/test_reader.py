@@ -61,21 +61,7 @@ def seal(path: Path, item: str = "") -> None:
 # --- every kind -------------------------------------------------------------------------------
 
 
-@pytest.mark.default(
-    "zarr3-any",
-    "standard-orbax",
-    "files-any",
-    "files_zarr3-any",
-    "plain-any",
-    "manager-any",
-    "composite-any",
-    "v1_save-any",
-    "plain_zarr3-any",
-    "v1_training-any",
-    "pytree-any",
-    "v1_checkpointables-any",
-)
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("opening", [open_orbax, open_checkpoint], ids=["orbax", "any"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_read_bit_exact(kind, opening, made):
@@ -89,7 +75,6 @@ def test_every_kind_is_read_bit_exact(kind, opening, made):
         assert table.read("sh").ctypes.data % 64 == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves_without_tensors_are_in_the_tree(kind, made):
     tree = orbax_tree(made(kind))
@@ -125,7 +110,6 @@ def test_what_orbax_restores_is_what_is_read(made):
         assert np.array_equal(array, np.asarray(named[name])), name
 
 
-@pytest.mark.slow
 def test_nothing_of_orbax_or_jax_is_imported(made):
     program = (
         "import sys; from maxjax.storage import open_checkpoint; early = 'tensorstore' in sys.modules\n"
@@ -385,7 +369,6 @@ def test_bytes_that_are_blocks(tmp_path):
         assert np.array_equal(table.read("w"), stored)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "says"),
     [

@@ -50,7 +50,6 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.slow
 @given(VALUES, st.integers(1, 5))
 @examples(60)
 def test_plain_values_are_what_python_reads(value, protocol):
@@ -360,11 +359,10 @@ def test_a_bomb_is_refused_before_it_is_all_read(name):
     assert_bomb_is_refused(name, 30_000, Limits(pickle_instructions=8_000, tensors=2_000))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    # The slowest; the others are a campaign.
-    [pytest.param(name, marks=[] if name == "keys" else pytest.mark.campaign) for name in BOMBS],
+    # The slowest.
+    [pytest.param(name, marks=[] if name == "keys" else pytest.mark.extra) for name in BOMBS],
 )
 def test_a_larger_bomb_takes_no_longer_to_refuse(name):
     """The limit decides, not the file: compared in one process, as other work slows both."""

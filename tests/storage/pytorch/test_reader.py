@@ -26,7 +26,6 @@ from maxjax.storage.limits import Limits
 from maxjax.storage.parts import Part, read_parts
 from maxjax.storage.pytorch.reader import open_pytorch
 from tests.oracles.recorded import is_live, recorded, torch
-from tests.products import ALL
 from tests.storage.corpus import Case
 from tests.storage.mutate import mutations
 from tests.storage.pytorch import corpus as corpus
@@ -71,7 +70,6 @@ def form(request) -> dict:
 # --- the corpus ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in corpus.PYTORCH if c.error], ids=str)
 def test_bad_file_is_refused(case: Case, tmp_path):
     assert_refused(case, case.build(tmp_path), open_pytorch)
@@ -593,7 +591,6 @@ def undamaged(form: dict) -> bytes:
     return small() if not form else corpus.LEGACY_VIEWS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_damage(seed, form, tmp_path):
     data = undamaged(form)
@@ -602,7 +599,6 @@ def test_damage(seed, form, tmp_path):
     assert 0 < count_taken(tmp_path / "m.pt", mutations(data, 250, seed)) < 200
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_damage_to_the_pickle_under_a_right_sum(seed, tmp_path):
     with zipfile.ZipFile(io.BytesIO(small())) as archive:
@@ -617,12 +613,11 @@ def test_damage_to_the_pickle_under_a_right_sum(seed, tmp_path):
 @pytest.mark.oracle
 def test_damage_at_length(form, tmp_path):
     path = tmp_path / "m.pt"
-    mutants = mutations(undamaged(form), 25_000 if ALL else 5000, 99)
+    mutants = mutations(undamaged(form), 25_000, 99)
     for number, data, arrays in taken(path, mutants):
         assert digest_by_torch(path, data) in ("", digest(arrays)), number
 
 
-@pytest.mark.slow
 def test_the_package_alone_opens_a_file(tmp_path):
     """In a process that has no torch."""
     path = save(tmp_path / "m.pt", file_of(lambda: {"a": torch.arange(3)}))

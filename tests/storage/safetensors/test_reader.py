@@ -175,7 +175,6 @@ def ours(path: Path) -> dict[str, tuple[str | None, list[int], bytes]] | Checkpo
     }
 
 
-@pytest.mark.slow
 def test_mutated_files_are_refused_cleanly_or_read_as_the_library_does(tmp_path):
     rng = random.Random(20)
     accepted = 0

@@ -90,7 +90,6 @@ def test_pieces_are_small_and_not_copied():
     assert all(np.shares_memory(np.frombuffer(piece, np.uint8), array) for piece in found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float4_e2m1fn])
 def test_memory_is_that_of_a_piece(dtype, monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", 1 << 20)

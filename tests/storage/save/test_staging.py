@@ -673,7 +673,6 @@ while done < 8:
 """
 
 
-@pytest.mark.slow
 def test_two_that_race_never_mix(tmp_path):
     racers = [subprocess.Popen([sys.executable, "-c", RACER, str(tmp_path), who]) for who in "12"]
     assert [racer.wait() for racer in racers] == [0, 0]

@@ -116,7 +116,6 @@ def test_appended_member_and_empty_archive(tmp_path):
     assert opened(tmp_path, zipped(members={})).members == {}
 
 
-@pytest.mark.slow
 def test_many_members(tmp_path):
     content = zipped(members={f"data/{i}": b"" for i in range(20_000)})
     archive = opened(tmp_path, content)

@@ -50,7 +50,6 @@ def test_all_that_jinja_has_is_in_the_table():
         assert methods <= set(table), kind
 
 
-@pytest.mark.fast("a0", "value5", "value10")
 @pytest.mark.parametrize(
     "value",
     ["a", b"a", 1, 1.5, 1j, [], (), {}, range(2), {}.keys(), {}.values(), {}.items(), markupsafe.Markup()],
@@ -115,7 +114,6 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.fast("0", "5", "10", "15", "20", "25", "30")
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 def test_the_text_is_that_of_jinja_without_bounds(number):
     """Also what fails there fails here, with the same words."""
@@ -154,7 +152,6 @@ def no_template_runs():
     return not [t for t in threading.enumerate() if t.name == "maxjax template"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("text", [LOOPS, FOLDED + LOOPS])
 def test_loops_are_ended_and_leave_nothing(text, soon):
     start = time.monotonic()
@@ -164,7 +161,6 @@ def test_loops_are_ended_and_leave_nothing(text, soon):
     assert render("{{ 1 }}", {}) == "1"
 
 
-@pytest.mark.slow
 def test_one_that_swallows_what_stops_it_is_stopped():
     """As callbacks of the garbage collector do, which run in any thread."""
     swallowed = []
@@ -182,7 +178,6 @@ def test_one_that_swallows_what_stops_it_is_stopped():
     assert len(swallowed) == 3 and no_template_runs()
 
 
-@pytest.mark.slow
 def test_garbage_is_collected_while_a_template_is_stopped(monkeypatch):
     monkeypatch.setattr(template_budget, "_STEPS", 1 << 60)
     monkeypatch.setattr(template, "_SECONDS", 0.2)
@@ -207,7 +202,6 @@ def test_garbage_is_collected_while_a_template_is_stopped(monkeypatch):
     assert no_template_runs()
 
 
-@pytest.mark.slow
 def test_debuggers_go_on(soon):
     """Their function stays, and is called for what the caller runs, after one was stopped as well."""
     called = []
@@ -231,7 +225,6 @@ def test_debuggers_go_on(soon):
         sys.settrace(before)
 
 
-@pytest.mark.slow
 def test_the_caller_is_interrupted(monkeypatch):
     """Ctrl-C while a template runs ends it, and comes out of the call."""
     monkeypatch.setattr(template_budget, "_STEPS", 1 << 60)
@@ -245,7 +238,6 @@ def test_the_caller_is_interrupted(monkeypatch):
     assert render("{{ 1 }}", {}) == "1"
 
 
-@pytest.mark.slow
 def test_a_caller_in_another_thread_is_interrupted():
     begun, ended = threading.Event(), []
 
@@ -278,7 +270,6 @@ def test_work_has_the_callers_context_and_its_errors_come_out():
         run_until(lambda: sys.exit(3), 5.0)
 
 
-@pytest.mark.slow
 def test_work_that_ends_as_its_time_does(monkeypatch):
     """What is posted lands in the work or nowhere: never in what its thread does afterwards."""
     monkeypatch.setattr(template_thread, "_GRACE", 0.0002)
@@ -372,7 +363,6 @@ def test_what_is_made_in_one_step_is_weighed_before(text):
 BOMBS = dict(list(bombs().items())[::24])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name, soon):
@@ -381,7 +371,6 @@ def test_bombs(name, soon):
     assert not result["wrong"] and result["seconds"] < 30 and result["mb"] < 300
 
 
-@pytest.mark.slow
 def test_escapes():
     assert len(escapes()) > 200
     escape("{{ 1 / 0 }}{{ strftime_now('%d') }}")
@@ -390,7 +379,6 @@ def test_escapes():
         assert not result["wrong"], (text, result)
 
 
-@pytest.mark.slow
 def test_templates_of_several_threads_have_a_budget_each(soon):
     """While one is ended the others give their texts."""
     found, refused = {}, []

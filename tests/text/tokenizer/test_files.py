@@ -160,15 +160,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.fast(
-    "gpt2-flags",
-    "gpt2-extra",
-    "gpt2-map_loses_to_the_decoder",
-    "gpt2-number_of_another",
-    "sentencepiece-named_alone",
-    "sentencepiece-map",
-    "sentencepiece-list_is_old",
-)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 def test_files_beside_it(tmp_path, gpt2, kind, case):
@@ -261,7 +252,6 @@ def tiny(tmp_path):
 LAST = 703
 
 
-@pytest.mark.slow
 def test_added_tokens_end_answers(tiny):
     model, tokenizer = maxjax.load(tiny)
     assert tokenizer.encode("1<think>2")[1] == LAST
@@ -335,12 +325,6 @@ def test_older_files_go_into_gguf(tiny, tmp_path):
     assert read.encode("<think>") == before.encode("<think>") == [LAST]
 
 
-@pytest.mark.fast(
-    "tokenizer_config-content0",
-    "tokenizer_config-content5",
-    "special_tokens_map-content10",
-    "added_tokens-content15",
-)
 @pytest.mark.parametrize(
     "name, content",
     [
@@ -388,7 +372,6 @@ CLASSES = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("GPT2Tokenizer", "Qwen2TokenizerFast")
 @pytest.mark.parametrize("name", CLASSES)
 def test_vocab_and_merges(tmp_path, gpt2, name):
     settings = {"tokenizer_class": name.rstrip("+"), **CLASSES[name]}
@@ -418,7 +401,6 @@ def test_added_tokens_without_a_tokenizer_json(tmp_path, gpt2):
     assert found.encode("<think>") == [501] and found.eos_ids == (500,)
 
 
-@pytest.mark.fast("more0-BertTokenizer", "more1-DistilBertTokenizerFast", "more2-ElectraTokenizer")
 @pytest.mark.parametrize(
     "name", ["BertTokenizer", "DistilBertTokenizerFast", "ElectraTokenizer", None]
 )
@@ -483,7 +465,6 @@ def test_half_a_pair(tmp_path, gpt2):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.fast("merges.txt-a", "vocab.json-[]")
 @pytest.mark.parametrize(
     "name, content",
     [("merges.txt", "a"), ("merges.txt", "a b c"), ("merges.txt", "zz yy"), ("merges.txt", "\n"),

@@ -177,15 +177,7 @@ def same(one, other):
         assert getattr(other, name) == getattr(one, name), name
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "minilm-pickle",
-    "tiny-pickle_2",
-    "settings-copy",
-    "tiny-deepcopy",
-    "minilm-copy",
-    "settings-pickle",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", ["minilm", "tiny", "settings"])
 def test_a_copy_is_the_same(directory, kind, way):
@@ -222,7 +214,6 @@ def test_copies_do_not_disturb_each_other(tokenizer, way):
         assert list(pool.map(run, range(200))) == [52, 10] * 100
 
 
-@pytest.mark.slow
 def test_a_spawned_process_takes_it_along(tokenizer):
     texts = ["Hello, world!", "a b c"]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -254,7 +245,6 @@ SPACED = [
 ]
 
 
-@pytest.mark.fast("True-True", "False-False")
 @pytest.mark.parametrize("value", [True, False, None, "absent"])
 @pytest.mark.parametrize("cleanup", [True, False])
 def test_clean_up_tokenization_spaces(directory, value, cleanup):
@@ -430,7 +420,6 @@ def test_the_longest_sequence(directory, value, expected):
     assert load_tokenizer(directory).max_length == expected
 
 
-@pytest.mark.fast("128", "-1")
 @pytest.mark.parametrize("value", ["128", [128], {}, True, 0, -1])
 def test_a_length_that_is_none(directory, value):
     change(directory / "tokenizer_config.json", model_max_length=value)
@@ -447,16 +436,6 @@ def test_a_padding_token_that_is_none(directory, value):
         load_tokenizer(directory)
 
 
-@pytest.mark.fast(
-    "-tokenizer.json",
-    "{-special_tokens_map.json",
-    "null-tokenizer_config.json",
-    '{"a": 1, "a": 2}-tokenizer.json',
-    "\\xff\\xfe-special_tokens_map.json",
-    "content8-tokenizer_config.json",
-    "content10-tokenizer.json",
-    "version https://git-lfs.github.com/spec/v1\\noid sha256:00\\nsize 1\\n-special_tokens_map.json",
-)
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
 )
@@ -476,7 +455,6 @@ def test_broken_files_are_named(directory, name, content):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 800
 
 
-@pytest.mark.fast("fields0", "fields5")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -493,7 +471,6 @@ def test_json_that_is_no_tokenizer(directory, fields):
     assert caught.value.path.endswith("tokenizer.json")
 
 
-@pytest.mark.fast("0", "5", "10", "15", "20", "25", "30", "35")
 @pytest.mark.parametrize("seed", range(40))
 def test_cut_and_altered_files_never_raise_anything_else(directory, seed):
     rng = np.random.default_rng(seed)

@@ -35,7 +35,6 @@ def said(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "context", "told"), [(7, 256, 1), (256, 256, 0), (None, 256, 0)]
 )
@@ -114,7 +113,6 @@ def test_what_would_give_other_results_is_refused(tmp_path, case):
     assert not (tmp_path / "x.gguf").exists()
 
 
-@pytest.mark.slow
 def test_layers_that_repeat_otherwise(tmp_path):
     kinds = [("full" if i == 2 else "sliding") + "_attention" for i in range(5)]
     model = oracle("Gemma3", tmp_path / "hf", **GEMMA3, num_hidden_layers=5, layer_types=kinds)

@@ -233,7 +233,6 @@ TABLES = {**TENSORS, "position_embd.weight": (128, 32), "token_types.weight": (2
 WRONG = [None, "text", True, -1, 0, float("nan"), [], {}, b"1", 2**64]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "key", "value"),
     [
@@ -368,7 +367,6 @@ STORED = [*TABLES, "blk.0.attn_q.weight", "blk.1.attn_k.bias", "blk.0.ffn_gate_u
 STORED += ["blk.0.ffn_up_exps.weight", "blk.0.ffn_gate.1.weight", "rope_freqs.weight", "blk.0.x"]
 
 
-@pytest.mark.slow
 @given(
     st.sampled_from(sorted(ARCHITECTURES)),
     st.dictionaries(st.sampled_from(SUFFIXES), ANY, max_size=4),

@@ -81,7 +81,6 @@ def test_each_name_that_is_written_is_read_as_the_same():
         assert splitting.ignore_merges is ignores, pattern
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITTINGS)
 def test_each_way_of_splitting_runs_and_loses_nothing(name):
     metadata = through(files.byte_level("gpt2")) | {KEY + "pre": name}
@@ -376,7 +375,6 @@ ANY = st.none() | st.booleans() | st.integers(-2, 9) | st.text(max_size=4) | st.
 ANY |= st.lists(st.text(max_size=3) | st.integers(-1, 7) | st.floats(), max_size=5)
 
 
-@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from(
@@ -414,7 +412,6 @@ def on_llama_cpp(path, metadata, texts):
 needs_llama_cpp = pytest.mark.skipif(not llama_cpp.available(), reason="there is no llama.cpp")
 
 
-@pytest.mark.slow
 @needs_llama_cpp
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("kind", ["all", "trained"])
@@ -427,7 +424,6 @@ def test_sentencepiece_is_as_in_llama_cpp(kind, prefix, tmp_path):
 CASES = ("tekken", "gpt-4o", "llama4", "minimax-m2")
 
 
-@pytest.mark.slow
 @needs_llama_cpp
 @pytest.mark.parametrize("name", [n for n in SPLITTINGS if n not in CASES and n != "qwen35"])
 def test_ways_of_splitting_are_as_in_llama_cpp(name, tmp_path):

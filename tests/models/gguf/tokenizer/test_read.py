@@ -63,7 +63,6 @@ def vocabulary(tokenizer):
     return sorted(vocab, key=lambda token: vocab[token])
 
 
-@pytest.mark.slow
 def test_encodes_as_the_original_through_a_file(minilm, original, tmp_path):
     """Written with gguf's own writer and its own search for special tokens."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "bert")

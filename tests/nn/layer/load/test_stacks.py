@@ -65,32 +65,7 @@ def outcome(model, given, **options):
 # -- from dicts
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "host-list",
-    "host-layers in front",
-    "host-head tied to 0",
-    "host-all share a weight",
-    "device-one layer",
-    "device-front and rest",
-    "device-head in front tied",
-    "device-all share another's",
-    "host-one layer",
-    "host-pattern given",
-    "host-front and rest",
-    "host-bfloat16",
-    "host-head shares",
-    "host-head in front tied",
-    "host-front shares the head",
-    "host-all share a module",
-    "device-in a model",
-    "device-pattern",
-    "device-layers in front",
-    "device-head tied",
-    "device-front shares a layer",
-    "device-front tied to a layer",
-    "device-omitted names",
-)
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_loads_what_the_list_loads(case, where):
     plain, stack = models(case)
@@ -100,7 +75,6 @@ def test_loads_what_the_list_loads(case, where):
         assert_same(plain, model)
 
 
-@pytest.mark.fast("host-numpy", "device-numpy")
 @pytest.mark.parametrize(
     "make",
     [lambda a: a, jnp.asarray, Buffer.from_numpy, lambda a: WeightData.from_numpy(a, "x"),
@@ -155,19 +129,6 @@ BAD = {
 }
 
 
-@pytest.mark.fast(
-    "True-True-missing",
-    "True-True-shape",
-    "True-True-no array",
-    "True-False-unexpected",
-    "True-False-two shapes",
-    "True-False-None",
-    "False-True-misspelt",
-    "False-True-integers",
-    "False-False-all missing",
-    "False-False-stacked shape",
-    "False-False-unaligned",
-)
 @pytest.mark.parametrize("problem", BAD)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("filled", [True, False])
@@ -213,7 +174,6 @@ def owner(model, name):
     return next(n for n, w in model.raw_state_dict().items() if w is weight)
 
 
-@pytest.mark.fast("host-True-given0", "host-False-given2", "device-False-given1")
 @pytest.mark.parametrize("given", [["layers.1.bias"], ["layers.0.bias", "layers.2.bias"], []])
 @pytest.mark.parametrize("filled", [True, False])
 def test_some_layers(given, filled, where):
@@ -258,15 +218,6 @@ def test_a_list_that_holds_the_layers_of_a_stack():
 # -- types
 
 
-@pytest.mark.fast(
-    "host-True-float32-float32",
-    "host-True-float16-bfloat16",
-    "host-False-bfloat16-float32",
-    "host-False-float64-bfloat16",
-    "device-True-float16-float32",
-    "device-False-float32-bfloat16",
-    "device-False-float64-float32",
-)
 @pytest.mark.parametrize("declared", ["float32", "bfloat16"])
 @pytest.mark.parametrize("given", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
 @pytest.mark.parametrize("cast", [True, False])
@@ -342,7 +293,6 @@ def file(tmp_path):
     return write
 
 
-@pytest.mark.fast("host-in a model", "device-pattern")
 @pytest.mark.parametrize("case", ["in a model", "pattern", "layers in front", "bfloat16"])
 def test_from_a_file(case, file, where):
     plain, stack = models(case)
@@ -510,7 +460,6 @@ def test_what_is_placed_nowhere_stays_free(where):
     assert not jax.tree.leaves(stack)[0].committed
 
 
-@pytest.mark.slow
 def test_the_array_from_before_is_let_go(file, where):
     stack = linears(3).stack()
     weights = load_weights(file(values(stack)))

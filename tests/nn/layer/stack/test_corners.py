@@ -144,7 +144,6 @@ def test_one_tensor_on_disk_for_several_layers(tmp_path):
 
 
 # 7
-@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_is_freed_without_the_garbage_collector(stacked):
     layers = linears(3)
@@ -213,7 +212,6 @@ def test_compiled_before_loaded_with_a_keyword_argument(kind):
 
 
 # 11
-@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True])
 def test_many_threads_assign_different_layers(lazy):
     interval = sys.getswitchinterval()
@@ -546,7 +544,6 @@ def test_a_stack_slice_is_no_endless_sequence():
         assert len(rows) <= 2
 
 
-@pytest.mark.fast("bool", "round")
 @pytest.mark.parametrize("use", [bool, float, int, len, lambda s: divmod(s, 2), round])
 def test_a_stack_slice_converts_as_an_array(use):
     s, plain = StackSlice(jnp.zeros((3,)), 1), jnp.zeros(())

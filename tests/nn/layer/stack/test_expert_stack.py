@@ -58,7 +58,7 @@ def leaves(model):
     return {jax.tree_util.keystr(path, simple=True): leaf for path, leaf in found}
 
 
-@pytest.mark.default("True")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [True, False])
 def test_one_leaf_for_each_projection(stacked):
     found = {n: a.shape for n, a in leaves(made(stacked)).items() if ".experts." in n}
@@ -83,7 +83,7 @@ def test_experts_have_names_values_and_random_draws_of_their_own():
     same(*(state(init(layers, jax.random.key(1))) for layers in (alone, together)))
 
 
-@pytest.mark.default("True")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacked", [True, False])
 def test_views(stacked):
     model = made(stacked)
@@ -104,7 +104,7 @@ def test_views(stacked):
         expert.w3.weight.sharding_strategy = None
 
 
-@pytest.mark.campaign
+@pytest.mark.extra
 def test_a_layer_alone_has_its_part_of_the_stack():
     model = made()
     layer = model.model.layers[2]
@@ -151,7 +151,7 @@ def test_unstacked_and_stacked_again():
     same(state(model), before)
 
 
-@pytest.mark.default("deepcopy-False", "<lambda>-True")
+@pytest.mark.sampled
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(stacked, how):
@@ -193,8 +193,7 @@ def test_partly_filled_layers_alone():
 SPREAD = [None, {"model": 4}, {"expert": 4, "model": 2}, {"expert": 8}, {"fsdp": 4}, {"expert": 2}]
 
 
-@pytest.mark.slow
-@pytest.mark.default("True-host-spread2", "True-device-spread2")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spread", SPREAD)
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("stacked", [True, False])

@@ -81,7 +81,7 @@ def what_was_there():
 PLACES = [None, AxisType.Auto, AxisType.Explicit]
 
 
-@pytest.mark.default("1-auto", "2-explicit")
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", PLACES, ids=["one device", "auto", "explicit"])
 @pytest.mark.parametrize("period", [1, 2])
 def test_at_most_one_weight_of_all_layers_more(where, period, monkeypatch):
@@ -115,7 +115,7 @@ def test_at_most_one_weight_of_all_layers_more(where, period, monkeypatch):
     assert all(layer.scale is net.layers[0].scale for layer in net.layers)
 
 
-@pytest.mark.default("stack-explicit", "unstack-auto")
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", PLACES, ids=["one device", "auto", "explicit"])
 @pytest.mark.parametrize("way", ["stack", "unstack"])
 def test_what_fails_changes_nothing(where, way, monkeypatch):

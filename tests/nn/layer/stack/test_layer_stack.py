@@ -236,7 +236,6 @@ def assert_same(a, b):
 every_case = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.mark.fast("list", "layers in front", "head tied to 0", "all share a weight")
 @every_case
 def test_names_and_values_are_those_of_the_list(case):
     plain, stack = twins(case)
@@ -244,40 +243,7 @@ def test_names_and_values_are_those_of_the_list(case):
     assert any("*" in str(path) or ":" in str(path) for path, _ in jax.tree.leaves_with_path(stack))
 
 
-@pytest.mark.slow
-@pytest.mark.default(
-    "tree.map-list",
-    "tree.map-layers in front",
-    "tree.map-head tied to 0",
-    "tree.map-all share a weight",
-    "jit-one layer",
-    "jit-front and rest",
-    "jit-head in front tied",
-    "jit-all share another's",
-    "deepcopy-in a model",
-    "deepcopy-bfloat16",
-    "deepcopy-front shares the head",
-    "deepcopy-all share a module",
-    "pickle-pattern",
-    "pickle-head shares",
-    "pickle-front shares a layer",
-    "pickle-omitted names",
-    "tree.map-one layer",
-    "tree.map-in a model",
-    "tree.map-pattern given",
-    "tree.map-front and rest",
-    "tree.map-head shares",
-    "tree.map-head tied",
-    "tree.map-front shares the head",
-    "tree.map-all share a module",
-    "tree.map-omitted names",
-    "jit-front tied to a layer",
-    "deepcopy-pattern",
-    "deepcopy-all share another's",
-    "pickle-bfloat16",
-    "pickle-head tied to 0",
-    "pickle-head in front tied",
-)
+@pytest.mark.sampled
 @every_case
 @pytest.mark.parametrize(
     "how",
@@ -294,7 +260,6 @@ def test_also_when_it_is_rebuilt(case, how):
     assert_same(fill(plain), stack)
 
 
-@pytest.mark.fast("list", "layers in front", "head tied to 0", "all share a weight")
 @every_case
 def test_unstacking_is_exact(case):
     plain, stack = twins(case)
@@ -305,7 +270,6 @@ def test_unstacking_is_exact(case):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.fast("list", "layers in front", "head tied to 0", "all share a weight")
 @every_case
 def test_the_same_result(case):
     plain, stack = twins(case)
@@ -317,7 +281,6 @@ def test_the_same_result(case):
         np.testing.assert_allclose(np.asarray(got).astype(np.float32), want, **tolerance)
 
 
-@pytest.mark.fast("list", "layers in front", "head tied to 0", "all share a weight")
 @every_case
 def test_the_lazy_one_has_the_same_treedef(case):
     make, how = CASES[case]
@@ -346,7 +309,6 @@ class Towers(Module):
         return self.b(self.a(h))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mark", [True, False])
 @pytest.mark.parametrize("names", ["ab", "ba"])
 @pytest.mark.parametrize("which", ["a", "b"])
@@ -398,7 +360,6 @@ def test_stacked_again_in_another_way():
 # -- what is equal
 
 
-@pytest.mark.fast("LLLL-how0-4 layers-parts0", "LLLLL-how5-5 layers: 2 times 2 and 1 more-parts5")
 @pytest.mark.parametrize(
     "kinds, how, shown, parts",
     [
@@ -468,11 +429,6 @@ def placed():
     return Lin().to(jax.devices()[1])
 
 
-@pytest.mark.fast(
-    "Lin-Other-the layer itself is a Lin in one and a Other in the other",
-    "Lin-<lambda>-only one of them has the weight 'bias'",
-    "<lambda>-tied_inside-only one .* the weight 'b\\\\.weight'",
-)
 @pytest.mark.parametrize(
     "one, other, says",
     [
@@ -519,14 +475,6 @@ def test_ties_that_are_marked_in_one_layer_only_differ():
         layers.stack()
 
 
-@pytest.mark.fast(
-    "<lambda>-ValueError-0 layers cannot be stacked",
-    "<lambda>-ValueError-layer 0 belongs to another",
-    "<lambda>-TypeError-layer 1 is a NoneType",
-    "<lambda>-TypeError-layer 0 is a Layer",
-    "<lambda>-NotImplementedError-stacks within stacks0",
-    "<lambda>-NotImplementedError-stacks within stacks1",
-)
 @pytest.mark.parametrize(
     "make, error, says",
     [
@@ -626,16 +574,6 @@ def test_it_reads_like_a_list(make):
     assert not hasattr(stack, "weight")
 
 
-@pytest.mark.fast(
-    "made-<lambda>0",
-    "made-<lambda>5",
-    "made-<lambda>10",
-    "made-<lambda>15",
-    "rebuilt-<lambda>1",
-    "rebuilt-<lambda>6",
-    "rebuilt-<lambda>11",
-    "rebuilt-<lambda>16",
-)
 @pytest.mark.parametrize(
     "change",
     [
@@ -693,7 +631,6 @@ def test_missing_layers_stack():
 # -- its layers alone
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["list", "front and rest", "head tied"])
 @pytest.mark.parametrize("make", [lambda s: s, rebuilt], ids=["made", "rebuilt"])
 def test_each_layer_works_alone(case, make):
@@ -812,7 +749,6 @@ def test_the_state_dict_of_one_layer():
 # -- trees of it
 
 
-@pytest.mark.slow
 def test_grads_and_updates_are_modules_with_the_same_names():
     plain, stack = twins("in a model")
     grads = jax.grad(lambda m: jnp.sum(jnp.square(m(X))))
@@ -872,7 +808,6 @@ def test_shapes_of_a_lazy_stack():
     np.testing.assert_allclose(compiled(loaded, X), loaded(X), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["head shares", "layers in front"])
 def test_init_gives_the_very_values_of_the_unstacked_model(case):
     make, how = CASES[case]
@@ -880,7 +815,6 @@ def test_init_gives_the_very_values_of_the_unstacked_model(case):
     assert_same(init(plain, jax.random.key(3)), init(stack, jax.random.key(3)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("given", [[1, 3], [0, 1, 2]])
 def test_init_of_some_layers(given):
     value = jnp.full((4, 4), 7.0)
@@ -927,7 +861,6 @@ def test_copies_of_some_values():
         assert stack[0].weight.value is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", ["load", "assign", "empty"])
 def test_old_values_are_let_go(change):
     stack = fill(linears(3).stack())
@@ -998,14 +931,6 @@ def test_init_is_born_where_it_is_placed():
 # -- hooks
 
 
-@pytest.mark.fast(
-    "False-LLLL-how0",
-    "True-BLLL-how2",
-    "False-LBLBL-how1",
-    "False-BLLL-how2",
-    "True-LLLL-how0",
-    "True-LBLBL-how1",
-)
 @pytest.mark.parametrize("kinds, how", [("LLLL", {}), ("LBLBL", {}), ("BLLL", {"first": 1})])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_hooks_see_every_layer(kinds, how, compiled):
@@ -1060,7 +985,6 @@ def test_print_hook(capsys):
     assert re.findall(r"^(\S+) =", printed[0], re.MULTILINE) == names
 
 
-@pytest.mark.slow
 def test_a_body_is_traced_no_more_than_needed():
     class Counted(Lin):
         traces = 0

@@ -65,7 +65,6 @@ def test_every_layer_has_one_place(layout):
     assert layout.is_plain == (patterns == ["*"])
 
 
-@pytest.mark.slow
 @settings(max_examples=10)  # each compiles programs, in a campaign as well
 @given(layouts(), st.booleans())
 def test_of_gives_back_each_tree(layout, alike):
@@ -80,7 +79,6 @@ def test_of_gives_back_each_tree(layout, alike):
         held[layout.count]
 
 
-@pytest.mark.slow
 @settings(max_examples=5)
 @given(layouts())
 def test_split_and_merged_are_inverse(layout):
@@ -93,7 +91,6 @@ def test_split_and_merged_are_inverse(layout):
     assert_equal(PerLayer.of(list(held), layout), held)
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
 @given(layouts())
 def test_it_is_a_tree_of_what_is_stacked(layout):
@@ -117,7 +114,6 @@ def test_different_shapes_are_kept_apart():
     assert repr(held) == "PerLayer(6 layers: 2 times 2 after 1 and 1 more)"
 
 
-@pytest.mark.fast("layout0-dtype", "layout1-shape", "layout2-structure")
 @pytest.mark.parametrize(
     "other",
     [

@@ -132,16 +132,7 @@ HOWS += [("hooks", given) for given in ("carry alone", "many outputs", "numpy", 
 HOWS += [(how, "all of it") for how in ("unroll", "disable_jit")]
 
 
-@pytest.mark.default(
-    "jit-cache",
-    "jit-cache and rope",
-    "hooks-many outputs",
-    "unroll-all of it",
-    "eager-None for a cache",
-    "hooks-carry alone",
-    "hooks-numpy",
-)
-@pytest.mark.slow
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how, given", HOWS)
 def test_it_is_the_loop(how, given):
     xs, options = INPUTS[given]
@@ -247,11 +238,6 @@ def test_no_output_and_none_as_one():
     assert nothing is None and h.shape == (4,)
 
 
-@pytest.mark.fast(
-    "False-<lambda>-got a carry of float32\\\\[4\\\\] and returns one of float32\\\\[2\\\\]",
-    "False-<lambda>-returns its carry2",
-    "True-<lambda>-returns its carry1",
-)
 @pytest.mark.parametrize(
     "result, says",
     [
@@ -308,7 +294,6 @@ def test_layers_that_widen_their_carry_are_refused():
         stack.scan(X.astype(jnp.bfloat16))
 
 
-@pytest.mark.slow
 def test_integers_booleans_and_keys_as_inputs():
     class Picks(Lin):
         def __call__(self, h, at, on, key):
@@ -343,7 +328,6 @@ def test_a_random_key_as_a_carry():
     assert (jax.random.key_data(key) == jax.random.key_data(last)).all()
 
 
-@pytest.mark.slow
 def test_nothing_of_size_zero_is_special():
     layers, stack = pair()
     none = jnp.zeros((N, 0, 4))
@@ -365,7 +349,6 @@ class Unhashable:
     __hash__ = None
 
 
-@pytest.mark.fast("1-True", "one5-other5", "1-1.0", "0-False", "a-b", "None-False")
 @pytest.mark.parametrize(
     "one, other", [(1, True), (1, 1.0), (0, False), ("a", "b"), (None, False), ((1, 2), (1, 3))]
 )
@@ -495,8 +478,7 @@ GRADS = {
 REMATS = [None, True, "dots_saveable", jax.checkpoint_policies.nothing_saveable]
 
 
-@pytest.mark.slow
-@pytest.mark.default("on-grad of jit", "name-eager", "policy-jit of grad", "off-eager")
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", GRADS)
 @pytest.mark.parametrize("remat", REMATS, ids=["off", "on", "name", "policy"])
 def test_gradients_are_those_of_the_loop(how, remat):
@@ -518,7 +500,6 @@ def test_gradients_through_a_pattern(remat):
     close(by_name(got), by_name(want))
 
 
-@pytest.mark.slow
 def test_gradients_of_per_layer_inputs():
     _, stack = pattern("BWBW")
     caches = [rows(1, seed=i)[0] if i % 2 == 0 else rows(1, seed=i) for i in range(4)]
@@ -537,7 +518,6 @@ def test_gradients_of_per_layer_inputs():
     close(list(grads), jax.grad(written_out)(caches))
 
 
-@pytest.mark.slow
 def test_jvp_and_higher_derivatives():
     results = []
     for model, run in zip(pair(), (loop, lambda s, h: s.scan(h)), strict=True):
@@ -563,7 +543,6 @@ def test_a_hessian_vector_product_in_the_weights():
     close(products[1], products[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("remat", [None, True])
 def test_vmap(remat):
     layers, stack = pair()
@@ -585,7 +564,6 @@ def test_an_ensemble_of_stacks():
     close(got, jnp.stack([s.scan(X) for s in stacks]))
 
 
-@pytest.mark.slow
 def test_integers_beside_what_is_differentiated():
     class Picks(Lin):
         def __call__(self, carry, at, *, step):
@@ -627,7 +605,6 @@ product.defvjp(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("remat", [None, True])
 def test_layers_with_a_derivative_of_their_own(remat):
     class Own(Lin):
