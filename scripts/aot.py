@@ -195,11 +195,12 @@ def mixture_of(config: Any, weights: dict[str, Any], tokens: int) -> traffic.Mix
     reading = Reading.of(config)
     if not reading.experts or not reading.chosen:
         return None
-    local = reading.experts
-    for name, array in weights.items():
-        if ".experts.*." in name:
-            axis = len(re.findall(r"\.(?:\*|\d+:\d+)(?=\.)", name)) - 1
-            local = array.sharding.shard_shape(array.shape)[axis]
+    # A small tensor of the experts may be whole on each device.
+    local = min(
+        (array.sharding.shard_shape(array.shape)[traffic.stack_axes(name) - 1]
+         for name, array in weights.items() if ".experts.*." in name),
+        default=reading.experts,
+    )  # fmt: skip
     return traffic.Mixture(reading.experts, local, reading.chosen, tokens, reading.hidden_size)
 
 

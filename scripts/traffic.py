@@ -163,16 +163,23 @@ def totals(found: Iterable[Moved]) -> tuple[float, float]:
     return sum(one.reads for one in found), sum(one.writes for one in found)
 
 
-def _matrix_rank(parameter: Instruction) -> int:
-    """The number of axes of an argument without those along which it is a stack.
+def stack_axes(name: str) -> int:
+    """The number of axes along which an argument is a stack: of layers, and of experts.
 
-    The names of weights have ``*`` or a range for each such axis: that of layers, and that of experts. Caches are
-    stacks of layers.
+    The names of weights have ``*`` or a range for each. Caches are stacks of layers.
+
+    Example:
+        >>> stack_axes("model.layers.1:3.mlp.experts.*.up_proj.weight"), stack_axes("model.norm.weight")
+        (2, 0)
     """
-    rank = len(arrays(parameter.type)[0][1])
-    if parameter.source.startswith("state.cache."):
-        return rank - 1
-    return rank - len(re.findall(r"\.(?:\*|\d+:\d+)(?=\.)", parameter.source))
+    if name.startswith("state.cache."):
+        return 1
+    return len(re.findall(r"\.(?:\*|\d+:\d+)(?=\.)", name))
+
+
+def _matrix_rank(parameter: Instruction) -> int:
+    """The number of axes of an argument without those along which it is a stack."""
+    return len(arrays(parameter.type)[0][1]) - stack_axes(parameter.source)
 
 
 # --- sizes ---------------------------------------------------------------------------------------

@@ -111,6 +111,27 @@ def test_without_the_compilers(monkeypatch, capsys):
         Topology.of("h100:8").devices()
 
 
+class Split:
+    """An array whose first axis is split over eight devices."""
+
+    def __init__(self, *shape, whole=False):
+        self.shape, self.sharding, self.whole = shape, self, whole
+
+    def shard_shape(self, shape):
+        return shape if self.whole else (shape[0] // 8, *shape[1:])
+
+
+def test_the_experts_of_a_device_are_those_of_its_part_of_the_weights():
+    config = {"num_experts": 64, "num_experts_per_tok": 4, "hidden_size": 32}
+    weights = {
+        "model.layers.0.mlp.experts.*.up_proj.qweight": Split(64, 16, 32),
+        "model.layers.0.mlp.experts.*.up_proj.g_idx": Split(64, 32, whole=True),
+        "model.layers.0.mlp.gate.weight": Split(8, 32),
+    }
+    assert aot.mixture_of(config, weights, 5) == (64, 8, 4, 5, 32)
+    assert aot.mixture_of({"hidden_size": 32}, weights, 5) is None
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 LINES = {
