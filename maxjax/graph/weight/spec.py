@@ -82,7 +82,7 @@ class WeightSpec:
     """The declaration of a Weight, its sharding, and the form in which its value is stored.
 
     Attributes:
-        kind: class of the Weight.
+        cls: class of the Weight.
         local_name: name within the layer that owns the Weight.
         dtype: declared element type.
         dims: declared sizes, of one layer if it is a stack.
@@ -100,7 +100,7 @@ class WeightSpec:
         why: reason for the sharding. It is not compared.
     """
 
-    kind: type
+    cls: type
     local_name: str
     dtype: DType
     dims: tuple[Dim, ...]

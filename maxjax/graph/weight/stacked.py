@@ -121,7 +121,7 @@ class StackedWeight(OfStack, Weight):
             stack, start = self.home
             return stack.view(start + number)
         name = None if self._full_name is None else self._spec.name(self._full_name, number)
-        return self._view(self._spec.kind, number, _full_name=name)
+        return self._view(self._spec.cls, number, _full_name=name)
 
     def inner(self, start: int) -> StackedWeight:
         """Return the stack of one layer; ``start`` is the number of its first Weight."""

@@ -663,7 +663,7 @@ class Weight(OfWeight, Operators):
     def like(self, leaf: Any, name: str | None = None) -> Weight:
         """Return a Weight of the same declaration around ``leaf``, which is not inspected."""
         spec = self.spec
-        new = object.__new__(spec.kind)
+        new = object.__new__(spec.cls)
         vars(new).update(
             vars(self), _spec=spec, _leaf=leaf, home=None, _full_name=name, _renamed=False,
             _original=None, loaded_shape=None, source=None,
@@ -773,7 +773,7 @@ class Shard(Weight):
             f"{host.name}[{i}]", host.dtype, (), device, None, None, host.sharding_strategy
         )
         # Alone, as a leaf of a pytree, a shard becomes a plain Weight of the part.
-        self._spec = replace(self._spec, kind=Weight, shard_idx=i)
+        self._spec = replace(self._spec, cls=Weight, shard_idx=i)
         self.host = host
         _ = self.spec  # raises an error if the strategy does not fit the shape
 
