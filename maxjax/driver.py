@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -63,6 +65,53 @@ def memory_stats(device: Any) -> Mapping[str, int]:
         return device.memory_stats() or {}
     except (RuntimeError, NotImplementedError, AttributeError):
         return {}
+
+
+def free_bytes(device: Any) -> int | None:
+    """The number of free bytes of a device, or of the host for a CPU; None if it is unknown."""
+    if device.platform != "cpu":
+        stats = memory_stats(device)
+        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    limits = [_available_on_host(), _free_addresses()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _available_on_host() -> int | None:
+    """The number of bytes that Linux can provide without swapping, at most those of the control group."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    found = kilobytes.get("MemAvailable", 0) * 1024
+    return min(found, _available_in_group()) or None
+
+
+def _available_in_group() -> int:
+    """The number of bytes that the control group of this process may still use; 2**63 without a limit."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        cache = next(
+            int(line.split()[1])
+            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+            if line.startswith("inactive_file ")
+        )
+        return 2**63 if limit == "max" else int(limit) - used + cache
+    except (OSError, ValueError, StopIteration):
+        return 2**63
+
+
+def _free_addresses() -> int | None:
+    """The number of bytes that this process may still allocate by its limit of address space (ulimit -v)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # not on Linux
+        return None
+    return limit - pages * resource.getpagesize()
 
 
 def accelerator_count() -> int:

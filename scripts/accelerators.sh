@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Compiles programs with XLA's own compilers for TPUs and NVIDIA GPUs, and compares copies, collectives,
-# temporaries and kernels with scripts/aot.txt. No such device is needed.
+# Compiles programs with XLA's own compilers for TPUs and NVIDIA GPUs, and compares what they hold and move,
+# copies, collectives and kernels with scripts/aot.txt. No such device is needed.
 #
 #   scripts/accelerators.sh                           compares; up to 4 minutes on two cores
+#   scripts/accelerators.sh --packed                  compares programs of packed models; up to 20 minutes
 #   scripts/accelerators.sh --table scripts/aot.txt   takes any arguments of scripts/aot.py
 #
 # The compilers are installed once into .compilers, an environment that also sees the packages of .venv: about
@@ -26,5 +27,6 @@ if [ "$(cat .compilers/.done 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" > .compilers/.done
 fi
 
-if [ $# = 0 ]; then set -- --check scripts/aot.txt; fi
+if [ $# = 0 ]; then set -- --check scripts/aot.txt --set floats; fi
+if [ "$*" = --packed ]; then set -- --check scripts/aot.txt --set packed; fi
 exec .compilers/bin/python scripts/aot.py "$@" 2> >(grep --line-buffered -v "cuInit\|^WARNING: All log messages" >&2)

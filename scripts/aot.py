@@ -29,9 +29,9 @@ and the vocabulary 4,096 tokens, so that the output head does not hide the layer
     python scripts/aot.py h200:8 --model deepseek3 --layers 3 --packed FP8 --mesh expert=8 \\
         --program decode --batch 64 --capacity 2048 --operations 12
 
-`--table` compiles the fixed set of `scripts/aot_programs.py` for both kinds of accelerators, or for
-those named (`v5e`, `h200`), and writes a table that does not change unless the programs do. `--check`
-compares with such a table and exits 1 with the lines that differ; sizes of arguments and temporaries
+`--table` compiles the fixed set of `scripts/aot_programs.py`, or of it the accelerators named (`v5e`, `h200`),
+`--set floats` or `--set packed`, or the programs that `--only REGEX` finds, and writes a table that does not
+change unless the programs do. `--check` compares with such a table and exits 1 with the lines that differ; sizes
 may differ by 5 % or 1 MiB. Without the compiler of a topology the exit code is 2. Messages about
 `cuInit` on stderr can be ignored.
 """
@@ -77,11 +77,13 @@ from maxjax.errors import MissingCompilerError, UserInputError  # noqa: E402
 from maxjax.graph.quantization import QuantizationEncoding  # noqa: E402
 from maxjax.models import build, find_family  # noqa: E402
 from scripts import hlo, packed_checkpoints, traffic  # noqa: E402
-from scripts.aot_programs import MODELS, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
+from scripts.aot_programs import MODELS, PACKED, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
 
 MIB = 1 << 20
 # The number of compilations at a time: XLA uses more than one core only for a part of each.
 WORKERS = 2
+# The parts of the table: models with weights as floats, and quantised ones.
+SETS = ("floats", "packed")
 
 
 class Report(NamedTuple):
@@ -193,11 +195,12 @@ def mixture_of(config: Any, weights: dict[str, Any], tokens: int) -> traffic.Mix
     reading = Reading.of(config)
     if not reading.experts or not reading.chosen:
         return None
-    local = reading.experts
-    for name, array in weights.items():
-        if ".experts.*." in name:
-            axis = len(re.findall(r"\.(?:\*|\d+:\d+)(?=\.)", name)) - 1
-            local = array.sharding.shard_shape(array.shape)[axis]
+    # A small tensor of the experts may be whole on each device.
+    local = min(
+        (array.sharding.shard_shape(array.shape)[traffic.stack_axes(name) - 1]
+         for name, array in weights.items() if ".experts.*." in name),
+        default=reading.experts,
+    )  # fmt: skip
     return traffic.Mixture(reading.experts, local, reading.chosen, tokens, reading.hidden_size)
 
 
@@ -207,9 +210,10 @@ def compiled(case: Case, topology: str, traced: Traced, save: Path | None) -> Re
     try:
         executable = traced.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        return " ".join(str(error).split())[:300]
+        return re.sub(r" See https?://.*", "", " ".join(str(error).split()))[:300]
     seconds = time.perf_counter() - start
-    text, memory = executable.as_text(), memory_of(case.program, executable)
+    text = text_of(traced.lowered, executable)
+    memory = memory_of(case.program, executable)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^\w=.,\-]+", "_", f"{topology}_{case}")
@@ -223,14 +227,31 @@ def compiled(case: Case, topology: str, traced: Traced, save: Path | None) -> Re
     )  # fmt: skip
 
 
+def text_of(lowered: Any, executable: Any) -> str:
+    """The text of a compiled program.
+
+    A libtpu may have operations that this jaxlib cannot print; then the program is compiled again, and libtpu
+    prints it.
+    """
+    try:
+        return executable.as_text()
+    except jax.errors.JaxRuntimeError:
+        with tempfile.TemporaryDirectory() as place:
+            lowered.compile({"xla_dump_to": place, "xla_dump_hlo_as_text": True})
+            found = list(Path(place).glob("*.after_codegen.txt"))
+            if not found:
+                raise
+            return max(found, key=lambda path: path.stat().st_size).read_text()
+
+
 def reports(
-    cases: Sequence[tuple[str, Case]], save: Path | None
+    cases: Sequence[tuple[str, Case]], save: Path | None, jobs: int = WORKERS
 ) -> Iterator[tuple[str, Case, Report | str]]:
     """The reports of pairs of a topology and a case, in their order.
 
     Programs are traced one after the other, and compiled in parallel to that.
     """
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         waiting = []
         for topology, case in cases:
             waiting.append(pool.submit(compiled, case, topology, trace(case, topology), save))
@@ -326,9 +347,9 @@ def lines_of(topology: str, case: Case, report: Report | str) -> Iterator[tuple[
 
 
 def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
-    """The lines in which two tables differ, for the topologies in ``found``.
+    """The lines in which two tables differ, for the programs in ``found``.
 
-    Sizes of arguments and temporaries may differ by 5 % or 1 MiB.
+    Sizes of arguments and temporaries, and of what is read, written and needed, may differ by 5 % or 1 MiB.
 
     Example:
         >>> differing({"a | temporaries": "9.00 MiB", "a | copies": "0"},
@@ -336,8 +357,8 @@ def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
         ['a | copies | expected 0', 'a | copies | found    2']
     """
     lines = []
-    topologies = {name.split()[0] for name in found}
-    names = [name for name in expected if name.split()[0] in topologies]
+    programs = set(map(_program, found))
+    names = [name for name in expected if _program(name) in programs]
     for name in [*names, *(name for name in found if name not in expected)]:
         old, new = expected.get(name), found.get(name)
         if old is not None and new is not None and (old == new or _close(name, old, new)):
@@ -347,39 +368,57 @@ def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
     return lines
 
 
+def _program(name: str) -> str:
+    """The program that a line of a table is about."""
+    return name.rpartition(" | ")[0]
+
+
 def _close(name: str, old: str, new: str) -> bool:
-    if not name.endswith(("| arguments", "| temporaries")):
+    if name.rpartition(" | ")[2] not in ("arguments", "temporaries", "reads", "writes", "need"):
         return False
     before, after = float(old.split()[0]), float(new.split()[0])
     return math.isclose(before, after, rel_tol=0.05, abs_tol=1.0)
 
 
-def fixed_set(kinds: Sequence[str]) -> list[tuple[str, Case]]:
-    """The cases of the table for kinds of accelerators, with the topology of each."""
-    return [
-        (next(name for size, name in TOPOLOGIES[kind].items() if size >= case.devices), case)
-        for kind in kinds
-        for case in TABLE
-    ]
+def fixed_set(kinds: Sequence[str] = (), sets: Sequence[str] = SETS) -> list[tuple[str, Case]]:
+    """The cases of the table, each with its topology.
+
+    Args:
+        kinds: kinds of accelerators, such as ``v5e``; all if there are none.
+        sets: some of ``SETS``.
+    """
+    found = []
+    if "floats" in sets:
+        found += [
+            (next(name for size, name in sizes.items() if size >= case.devices), case)
+            for sizes in TOPOLOGIES.values()
+            for case in TABLE
+        ]
+    if "packed" in sets:
+        found += PACKED
+    return [pair for pair in found if not kinds or pair[0].partition(":")[0] in kinds]
 
 
-def table(cases: Sequence[tuple[str, Case]], save: Path | None) -> dict[str, str]:
-    """The lines of the cases' table; prints the time that each took to compile to stderr."""
-    found: dict[str, str] = {}
-    for topology, case, report in reports(cases, save):
-        seconds = "refused" if isinstance(report, str) else f"{report.seconds:6.1f} s"
+def table(
+    cases: Sequence[tuple[str, Case]], save: Path | None, jobs: int = WORKERS
+) -> Iterator[dict[str, str]]:
+    """The lines of each case's table; prints the time that each took to compile to stderr."""
+    total = 0.0
+    for topology, case, report in reports(cases, save, jobs):
+        refused = isinstance(report, str)
+        total += 0.0 if refused else report.seconds
+        seconds = "refused" if refused else f"{report.seconds:6.1f} s"
         print(f"{topology} {case} {seconds}", file=sys.stderr, flush=True)
-        found.update(lines_of(topology, case, report))
-    return found
+        yield dict(lines_of(topology, case, report))
+    print(f"compiled in {total:.0f} s, {jobs} at a time", file=sys.stderr, flush=True)
 
 
-def written(found: dict[str, str], kinds: Sequence[str]) -> str:
+def written(found: dict[str, str]) -> str:
     """A table as text, with the command that writes it."""
-    only = "".join(f" {kind}" for kind in kinds if list(kinds) != list(TOPOLOGIES))
     lines = [
-        "# Copies, collectives, temporaries and kernels of programs compiled without the hardware.",
-        f"# Made by: scripts/accelerators.sh{only} --table scripts/aot.txt   (jax {jax.__version__})",
-        "# Compared by: .ci/full accelerators. CONTRIBUTING.md says more.",
+        "# Bytes that programs hold and move, copies, collectives and kernels, compiled without the hardware.",
+        f"# Made by: scripts/accelerators.sh --table scripts/aot.txt   (jax {jax.__version__})",
+        "# Compared by: .ci/full accelerators packed. CONTRIBUTING.md says more.",
     ]
     title = ""
     for name, value in found.items():
@@ -390,6 +429,18 @@ def written(found: dict[str, str], kinds: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def merged(before: dict[str, str], found: dict[str, str]) -> dict[str, str]:
+    """A table with the programs of two, in the order of the fixed set and without those that are not in it.
+
+    Of a program that both have, the lines are those in ``found``.
+    """
+    programs = set(map(_program, found))
+    both = {name: value for name, value in before.items() if _program(name) not in programs} | found
+    order = {f"{topology} {case}": i for i, (topology, case) in enumerate(fixed_set())}
+    kept = [name for name in both if _program(name) in order]
+    return {name: both[name] for name in sorted(kept, key=lambda name: order[_program(name)])}
+
+
 _INDENT = "\n" + " " * 15
 
 
@@ -397,7 +448,7 @@ def read_table(text: str) -> dict[str, str]:
     """The inverse of :func:`written`: a table from its text.
 
     Example:
-        >>> read_table(written({"v5e:2x4 decode | copies": "0"}, ["v5e"]))
+        >>> read_table(written({"v5e:2x4 decode | copies": "0"}))
         {'v5e:2x4 decode | copies': '0'}
     """
     found, title = {}, ""
@@ -427,7 +478,7 @@ def parser() -> argparse.ArgumentParser:
         description="Compile a model's programs for accelerators that are not there."
     )
     made.add_argument("topology", nargs="*",
-                      help="v5e:2x4, v5p:2x2x2, h200:8, cpu:8; with --table or --check: v5e, h200")  # fmt: skip
+                      help="v5e:2x4, v5p:2x2x2, h200:8, cpu:8; with --table or --check: v5e, v5p, h200")  # fmt: skip
     made.add_argument("--model", default="llama8", help=f"{', '.join(MODELS)}, or a config.json")
     made.add_argument("--layers", type=int, help="how many layers; the config's by default")
     made.add_argument("--mesh", type=mesh_sizes, default={"model": 1}, help="as data=2,model=4")
@@ -444,8 +495,14 @@ def parser() -> argparse.ArgumentParser:
                       help="print the N operations that move most bytes")  # fmt: skip
     made.add_argument("--unstack", action="store_true", help="give each layer its own weights")
     made.add_argument("--save", type=Path, help="directory for the texts of the programs")
+    made.add_argument("--jobs", type=int, default=WORKERS, help="number of compilations at a time")
+    made.add_argument("--set", dest="sets", choices=SETS, action="append",
+                      help="part of the fixed set; by default both")  # fmt: skip
+    made.add_argument("--only", metavar="REGEX", default="",
+                      help="programs of the fixed set whose name it finds, such as 'llama70.* FP8'")  # fmt: skip
     both = made.add_mutually_exclusive_group()
-    both.add_argument("--table", type=Path, metavar="FILE", help="write the table of the fixed set")
+    both.add_argument("--table", type=Path, metavar="FILE",
+                      help="write the table of the fixed set; other lines of it are kept")  # fmt: skip
     both.add_argument("--check", type=Path, metavar="FILE", help="compare the fixed set with FILE")
     return made
 
@@ -456,7 +513,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.topology
     try:
         if options.table or options.check:
-            return _fixed(names or list(TOPOLOGIES), options)
+            return _fixed(names, options)
         if not names:
             parser().error("name a topology, such as v5e:2x4 or h200:8, or give --table")
         return _single(names, options)
@@ -466,19 +523,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fixed(kinds: Sequence[str], options: argparse.Namespace) -> int:
-    unknown = [kind for kind in kinds if kind not in TOPOLOGIES]
-    if unknown:
-        raise UserInputError(f"the fixed set is for {', '.join(TOPOLOGIES)}, not for {unknown[0]}")
-    expected = read_table(options.check.read_text()) if options.check else {}
-    cases = fixed_set(kinds)
+    path, sets = options.check or options.table, options.sets or SETS
+    before = read_table(path.read_text()) if options.check or path.exists() else {}
+    cases = [
+        pair for pair in fixed_set(kinds, sets) if re.search(options.only, " ".join(map(str, pair)))
+    ]
+    if not cases:
+        raise UserInputError(
+            f"no program of the fixed set is for {' '.join([*kinds, options.only])}"
+        )
     for topology in dict(cases):  # a missing compiler is reported before the others start
         Topology.of(topology).devices()
-    found = table(cases, options.save)
+    found: dict[str, str] = {}
+    for lines in table(cases, options.save, options.jobs):
+        found |= lines
+        if options.table:  # after each program, so that those of a long run are kept
+            options.table.write_text(written(merged(before, found)))
     if options.check:
-        lines = differing(expected, found)
+        lines = differing(before, found)
         print("\n".join(lines) if lines else f"{len(found)} lines as in {options.check}")
         return int(bool(lines))
-    options.table.write_text(written(found, kinds))
     return int(any(name.endswith("| failed") for name in found))
 
 

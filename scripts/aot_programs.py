@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0, "tie_word_embeddings": False,
     },
+    # With one dense layer instead of three.
     "deepseek3": {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
         "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
@@ -218,3 +220,41 @@ TOPOLOGIES = {
     "v5e": {8: "v5e:2x4", 64: "v5e:8x8"},
     "h200": {8: "h200:8", 64: "h200:64"},
 }
+
+
+def _packed_dense(packed: str) -> list[tuple[str, Case]]:
+    """Programs of Llama 70B in a format."""
+    model = partial(
+        Case, model="llama70", layers=2, mesh={"model": 8}, capacity=2048, packed=packed
+    )
+    cases = (
+        model("decode", batch=1),
+        model("decode", batch=64),
+        model("prefill", batch=4, tokens=512),
+    )
+    return [(topology, case) for topology in ("h200:8", "v5e:2x4") for case in cases]
+
+
+def _packed_mixture(model: str, layers: int, packed: str, tpu: str) -> list[tuple[str, Case]]:
+    """Programs of a mixture of experts in a format."""
+    made = partial(Case, model=model, layers=layers, capacity=2048, packed=packed)
+    cases = (
+        made("decode", mesh={"model": 8}, batch=1),
+        made("decode", mesh={"expert": 8}, batch=64),
+        made("prefill", mesh={"expert": 8}, batch=8, tokens=256),
+    )
+    return [(topology, case) for topology in ("h200:8", tpu) for case in cases]
+
+
+# Programs of packed models, each with its topology. The models have one layer with a dense MLP if theirs have any.
+PACKED: tuple[tuple[str, Case], ...] = (
+    *(pair for packed in ("FP8", "AWQ", "GPTQ", "INT8", "NF4", "Q4_K", "Q8_0", "IQ4_XS")
+      for pair in _packed_dense(packed)),
+    *((topology, Case("decode", "gptoss120", 2, {"model": 1}, 1, 2048, packed="MXFP4"))
+      for topology in ("h200:8", "v5e:2x4")),
+    *_packed_mixture("gptoss120", 2, "MXFP4", "v5e:2x4"),
+    *_packed_mixture("qwen235", 2, "FP8", "v5p:2x2x2"),
+    *_packed_mixture("qwen235", 2, "GPTQ", "v5p:2x2x2"),
+    *_packed_mixture("kimi2", 2, "INT4", "v5p:2x2x2"),
+    *_packed_mixture("deepseek3", 3, "FP8", "v5p:2x2x2"),
+)  # fmt: skip

@@ -198,6 +198,8 @@ def trips(program: Program, loop: Instruction) -> int | None:
     body = {one.name: one for one in program.computations[loop.attribute("body").lstrip("%")]}
     after = next(one for one in body.values() if one.is_root).operands
     step = body[after[int(counter.attribute("index"))]]
+    while step.kind == "copy":
+        step = body[step.operands[0]]
     added = [body[name] for name in step.operands if body[name].kind == "constant"]
     if step.kind != "add" or not added:
         return None

@@ -55,6 +55,8 @@ _BY_PART = frozenset({
     "all-gather", "exponential", "compare", "not", "tanh", "rsqrt", "xor",
     "shift-left", "shift-right-logical", "shift-right-arithmetic",
 })  # fmt: skip
+# What is gathered or broadcast from a stack is no stack: activations times the weight of a norm are not.
+_NOTHING = 1 << 62
 _ALIASES = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 
@@ -161,16 +163,23 @@ def totals(found: Iterable[Moved]) -> tuple[float, float]:
     return sum(one.reads for one in found), sum(one.writes for one in found)
 
 
-def _matrix_rank(parameter: Instruction) -> int:
-    """The number of axes of an argument without those along which it is a stack.
+def stack_axes(name: str) -> int:
+    """The number of axes along which an argument is a stack: of layers, and of experts.
 
-    The names of weights have ``*`` or a range for each such axis: that of layers, and that of experts. Caches are
-    stacks of layers.
+    The names of weights have ``*`` or a range for each. Caches are stacks of layers.
+
+    Example:
+        >>> stack_axes("model.layers.1:3.mlp.experts.*.up_proj.weight"), stack_axes("model.norm.weight")
+        (2, 0)
     """
-    rank = len(arrays(parameter.type)[0][1])
-    if parameter.source.startswith("state.cache."):
-        return rank - 1
-    return rank - len(re.findall(r"\.(?:\*|\d+:\d+)(?=\.)", parameter.source))
+    if name.startswith("state.cache."):
+        return 1
+    return len(re.findall(r"\.(?:\*|\d+:\d+)(?=\.)", name))
+
+
+def _matrix_rank(parameter: Instruction) -> int:
+    """The number of axes of an argument without those along which it is a stack."""
+    return len(arrays(parameter.type)[0][1]) - stack_axes(parameter.source)
 
 
 # --- sizes ---------------------------------------------------------------------------------------
@@ -285,7 +294,7 @@ class _Traffic(Follow):
     def __init__(
         self, program: Program, is_decode: bool, mixture: Mixture | None, ranks: dict[str, int]
     ):
-        super().__init__(program, least=1)
+        super().__init__(program, least=_NOTHING)
         self.is_decode, self.mixture, self.ranks = is_decode, mixture, ranks
         self.fusions = _Fusions(program)
         self.found: list[Moved] = []
@@ -355,20 +364,20 @@ class _Traffic(Follow):
 
     def share_read(self, value: Value, type_: str, given: list[Value], types: list[str]) -> float:
         """The share of an operand that a kernel reads: of a stack, the matrices that its indices name."""
-        indices = [math.prod(shape) for type_ in types for dtype, shape in arrays(type_)
-                   if dtype == "s32" and len(shape) < 2]  # fmt: skip
-        if not isinstance(value, Data) or not indices:
+        if not isinstance(value, Data):
+            return 1.0
+        own = [shape for one, type_ in zip(given, types, strict=True) if one is None
+               for _, shape in arrays(type_)]  # fmt: skip
+        indices = [math.prod(shape) for one, type_ in zip(given, types, strict=True) if one is None
+                   for dtype, shape in arrays(type_) if dtype == "s32" and len(shape) < 2]  # fmt: skip
+        if not indices:
             return 1.0
         shape = arrays(type_)[0][1]
         matrices = math.prod(shape[: len(shape) - self.ranks.get(value.name, len(shape))])
         blocks = max(indices)
-        if self.mixture is None or not is_expert(value.name) or blocks == 1:
+        if self.mixture is None or not is_expert(value.name) or 1 in (blocks, matrices):
             return 1 / matrices
-        own = [
-            t for v, t in zip(given, types, strict=True) if v is None and len(arrays(t)[0][1]) > 1
-        ]
-        width = arrays(own[0])[0][1][-1] if own else 1
-        rows = max(1, _count(own[0]) // (blocks * width)) if own else 1
+        rows = max(1, *(math.prod(shape[:-1]) // blocks for shape in own))
         return blocks * self.mixture.share_of_blocks(blocks, rows) / matrices
 
     # --- loops and branches
@@ -466,14 +475,14 @@ def _branches_alike(program: Program) -> dict[str, int]:
 
 
 def _slices(whole: str, part: str) -> int:
-    """How many such slices an array has along the last axis that is sliced.
+    """How many such slices an array has along the last axis of which more than one is taken, but not all.
 
     Example:
         >>> _slices("bf16[2,8,1,2048,128]", "bf16[1,8,1,256,128]")
         8
     """
     (_, long), (_, short) = arrays(whole)[0], arrays(part)[0]
-    counts = [-(-a // b) for a, b in zip(long, short, strict=False) if a != b and b]
+    counts = [-(-a // b) for a, b in zip(long, short, strict=False) if a > b > 1]
     return counts[-1] if counts else 1
 
 

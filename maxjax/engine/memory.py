@@ -21,7 +21,7 @@ import jax
 from jax.core import Tracer
 
 from ..columns import columns
-from ..driver import memory_stats
+from ..driver import free_bytes, memory_stats
 from ..errors import UserInputError, some
 from ..graph.weight.spec import is_value
 from ..graph.weight.stacked import StackedWeight
@@ -29,7 +29,6 @@ from ..graph.weight.weight import Weight
 from ..kernels.stack_slice import stack_of
 from ..nn.kv_cache.cache import KVCache
 from ..nn.layer import Module
-from ..nn.layer.load.memory import free_bytes
 from ..rendering.rendered import plain_table
 from ..rendering.row import bytes_text
 

@@ -205,6 +205,7 @@ def _checked(name: str, entry: GraphWeight, weight: Weight, value: Any) -> Any:
     form = weight.spec.form
     if form is not None and form.fits(DType.of(array.dtype), array.shape):
         array = jnp.asarray(form.to_stored(name, np.asarray(array)))  # as a file has it
+        array = array if form.shape is None else array.reshape(shape)
     elif form is None and array.shape == weight.loaded_shape:
         array = array.reshape(shape)  # as the state dict has it: (1,) for ()
     if not _fits(array.shape, shape) or jax.dtypes.canonicalize_dtype(array.dtype) != wanted:

@@ -234,7 +234,8 @@ def bitsandbytes4(tensors: Tensors, shape: Shape, kind: str, size: int, nested: 
     Args:
         tensors: ``weight`` uint8 ``[out · in / 2, 1]``, two numbers in a byte, the first in the
             high bits; ``weight.quant_map`` ``[16]``, the values of the 16 codes; ``weight.absmax``
-            ``[blocks]``, the scales. If ``nested``, the scales are 8-bit codes too:
+            ``[blocks]``, the scales; or, if no block is in two rows, ``weight`` ``[out, in / 2]`` and
+            ``weight.absmax`` ``[out, in / size]``. If ``nested``, the scales are 8-bit codes too:
             ``weight.nested_quant_map`` ``[256]`` has their values, ``weight.nested_absmax`` their
             scales, and the first four bytes of the settings the float32 that is added to them.
         kind: "nf4" or "fp4".
@@ -244,17 +245,19 @@ def bitsandbytes4(tensors: Tensors, shape: Shape, kind: str, size: int, nested: 
     Source: arXiv:2305.14314; https://github.com/bitsandbytes-foundation/bitsandbytes.
     """
     count = shape[0] * shape[1]
-    codes = tensors["weight"].reshape(-1)
-    codes = jnp.stack([codes >> 4, codes & 15], -1).reshape(-1)
+    codes, scale = tensors["weight"], tensors["weight.absmax"]
+    codes = jnp.stack([codes >> 4, codes & 15], -1)
     values = _looked_up(tensors["weight.quant_map"], codes)
-    scale = tensors["weight.absmax"]
     if nested:
         state = tensors[f"weight.quant_state.bitsandbytes__{kind}"]
         offset = jax.lax.bitcast_convert_type(state[:4], jnp.float32)
         of_scales = tensors["weight.nested_absmax"].astype(jnp.float32)
         levels = _looked_up(tensors["weight.nested_quant_map"], scale)
-        scale = levels * _each(of_scales, nested, scale.shape[0]) + offset
-    return (values * _each(scale.astype(jnp.float32), size, count)).reshape(shape)
+        scale = levels * _each(of_scales, nested, scale.size).reshape(scale.shape) + offset
+    scale = scale.astype(jnp.float32)
+    if scale.ndim == 2:
+        return values.reshape(shape) * spread(scale, shape, (1, size))
+    return (values.reshape(-1) * _each(scale, size, count)).reshape(shape)
 
 
 def _looked_up(levels: Any, codes: jax.Array) -> jax.Array:
@@ -405,7 +408,7 @@ class QuantTensor:
     Attributes:
         name: name in the file, without the prefix of the layer's name.
         dtype: element type in the file.
-        shape: shape in the file.
+        shape: shape in the file, or that which a form makes of it.
         axes: for each axis, the axis of the weight ``[out, in]`` that it runs along; None for an
             axis that a mesh does not split.
         form: FileForm that checks or converts what a file holds; None if the file holds the tensor itself.
@@ -544,6 +547,8 @@ def _unit(layout: QuantLayout, along: int) -> int:
         return (options.get("block") or (1, 1))[along]
     if layout.format == "bitsandbytes4":
         block = options["size"] * max(1, options["nested"])
+        if not options["nested"] and layout.in_dim % block == 0:
+            return (1, block)[along]
         return 0 if along else block // math.gcd(block, layout.in_dim)
     columns = {"nvfp4": 16, "bitnet": 1, "bitsandbytes8": 1}.get(layout.format, group)
     # Zero points of several rows are in a word.

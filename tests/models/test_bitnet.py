@@ -95,6 +95,7 @@ def close(found, expected):
     assert np.mean(apart < 1e-4) > 0.9 and apart.max() < 0.1, (np.mean(apart < 1e-4), apart.max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["bitnet", "llama"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers(kind, config, tmp_path):

@@ -158,6 +158,7 @@ def test_a_copied_encoder_is_the_same_model(kind, tmp_path, registered):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", COPIED)
 def test_a_copy_outside_of_the_package_is_the_same_model(kind, tmp_path, registered):
     CASES[kind].model(tmp_path / "hf")

@@ -438,6 +438,7 @@ def changed(case, directory, change, **settings):
         ("awq", "more", np.ones(3, np.int32), "Unexpected keys in state_dict: .*q_proj.more"),
         ("bitsandbytes int8", "weight_format", np.ones((), np.uint8), r"must be \[0\], not \[1\]"),
         ("pack-quantized 4", "weight_shape", np.array([128, 64]), r"must be \[128, 128\], not \[128, 64\]"),
+        ("bitsandbytes nf4", "weight", np.ones((64, 1), np.uint8), r"expected=\(8192, 1\), actual=\(64, 1\)"),
         ("bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4",
          np.frombuffer(b'{"quant_type": "nf4", "blocksize": 32}', np.uint8), "blocksize 64, not 32"),
     ],
@@ -525,3 +526,35 @@ def test_a_function_of_jax_keeps_what_a_file_holds(made):
     model = jax.jit(lambda m: jax.tree.map(jnp.copy, m))(loaded(directory))
     for name, value in model.state_dict().items():
         assert np.asarray(value).tobytes() == tensors[name].tobytes()
+
+
+@pytest.mark.parametrize("case", ["bitsandbytes nf4", "bitsandbytes fp4"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_flat_tensors_of_bitsandbytes_are_matrices_in_memory(case, kind, tmp_path):
+    """Devices hold parts of them, and files and state dicts have them as they were."""
+    directory, _, tensors = repository(CASES[case], tmp_path, intermediate_size=256)
+    ids = ids_of(2, 6)
+    expected = call(loaded(directory), ids)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,))
+    model = loaded(directory, mesh=mesh)
+    near(call(model, ids), expected)
+    weights, name = model.raw_state_dict(), "model.layers.1.mlp.{}_proj.{}"
+    up, down = (weights[name.format(one, "weight")] for one in ("up", "down"))
+    assert up.shape == [256, 64] and down.shape == [128, 128]
+    assert tuple(up.sharding.spec)[0] == "model"
+    if case == "bitsandbytes fp4":  # blocks of scales would be in several parts
+        assert tuple(down.sharding.spec) == (None, "model")
+        assert tuple(weights[name.format("down", "weight.absmax")].sharding.spec) == (None, "model")
+    state = model.state_dict()
+    for full, value in state.items():
+        assert np.asarray(value).tobytes() == tensors[full].tobytes()
+        assert value.shape == tensors[full].shape
+    maxjax.save_pretrained(model, tmp_path / "saved")
+    assert raw(tmp_path / "saved") == raw(directory)
+    maxjax.checkpoint.save(tmp_path / "own", model, step=1)
+    fresh = build(maxjax.load_weights(directory))
+    maxjax.checkpoint.restore(tmp_path / "own", fresh)
+    near(call(fresh, ids), expected)
+    fresh = build(maxjax.load_weights(directory)).to(mesh)
+    fresh.load_state_dict(state)
+    near(call(fresh, ids), expected)

@@ -36,7 +36,7 @@ def model():
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
-    assert not frames.OBSERVERS and not frames._CURRENT.get() and not frames.OBSERVING.frames
+    assert not frames.OBSERVERS.get() and not frames.OBSERVING.frames
 
 
 def close(found, expected, atol=2e-5):

@@ -132,3 +132,34 @@ def test_every_line_of_a_computation_is_read(found):
     program = hlo.parse(text)
     assert sum(map(len, program.computations.values())) == text.count(" = ")
     assert program.entry.startswith("main")
+
+
+@pytest.mark.parametrize("copied", ["%next", "%again"])
+def test_the_iterations_of_a_loop_follow_from_its_counter(copied):
+    text = f"""HloModule loop
+
+%more (t: (s32[], f32[8])) -> pred[] {{
+  %t = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] constant(7)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}}
+
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %t = (s32[], f32[8]) parameter(0)
+  %j = s32[] get-tuple-element(%t), index=0
+  %x = f32[8] get-tuple-element(%t), index=1
+  %two = s32[] constant(2)
+  %next = s32[] add(%j, %two)
+  %again = s32[] copy(%next)
+  ROOT %out = (s32[], f32[8]) tuple({copied}, %x)
+}}
+
+ENTRY %main (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %t = (s32[], f32[8]) parameter(0)
+  ROOT %loop = (s32[], f32[8]) while(%t), condition=%more, body=%body
+}}
+"""
+    program = hlo.parse(text)
+    (loop,) = (one for one in program.computations["main"] if one.kind == "while")
+    assert hlo.trips(program, loop) == 4

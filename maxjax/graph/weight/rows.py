@@ -132,7 +132,7 @@ class OfWeight(Rendered):
         if device_count(self.sharding) > 1:
             extra += f", {spec_text(self.sharding)}"
         return (
-            f"{spec.kind.__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
+            f"{spec.cls.__name__}({self.name}, {self.dtype}, {self.shape!r}, {self.device}{extra})"
         )
 
     def __repr__(self) -> str:

@@ -51,21 +51,29 @@ class FileForm(Protocol):
     """The conversion between a Weight's value and another form of it in files, such as text. It is hashable.
 
     Attributes:
-        elementwise: whether both forms have the same shape, and each element is converted by itself.
+        elementwise: whether each element is converted by itself, and the order of elements is the same.
+        shape: shape in files, where an elementwise form changes it; otherwise None.
     """
 
     elementwise: ClassVar[bool]
+
+    @property
+    def shape(self) -> tuple[int, ...] | None: ...
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
         """Return whether a file's tensor of this dtype and shape can be in this form."""
         ...
 
     def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Convert the file's tensor to the form of the Weight; an invalid tensor raises ValueError."""
+        """Convert the file's tensor to the form of the Weight; if ``elementwise``, also some of its elements.
+
+        Raises:
+            ValueError: the tensor is invalid.
+        """
         ...
 
     def to_file(self, array: Any) -> Any:
-        """Convert the stored value to the form of the file; if ``elementwise``, also for a jax.Array."""
+        """Convert the stored value to the form of the file; if ``elementwise``, also a jax.Array or some elements."""
         ...
 
 
@@ -74,7 +82,7 @@ class WeightSpec:
     """The declaration of a Weight, its sharding, and the form in which its value is stored.
 
     Attributes:
-        kind: class of the Weight.
+        cls: class of the Weight.
         local_name: name within the layer that owns the Weight.
         dtype: declared element type.
         dims: declared sizes, of one layer if it is a stack.
@@ -92,7 +100,7 @@ class WeightSpec:
         why: reason for the sharding. It is not compared.
     """
 
-    kind: type
+    cls: type
     local_name: str
     dtype: DType
     dims: tuple[Dim, ...]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from .rows import OfStack
 from .spec import Span, WeightSpec, is_value
 from .weight import Weight, outside_traces, standing_for
 
+T = TypeVar("T")
 # One lock for all stacks: the guarded sections are short.
 _LOCK = threading.RLock()
 
@@ -120,7 +121,7 @@ class StackedWeight(OfStack, Weight):
             stack, start = self.home
             return stack.view(start + number)
         name = None if self._full_name is None else self._spec.name(self._full_name, number)
-        return self._view(self._spec.kind, number, _full_name=name)
+        return self._view(self._spec.cls, number, _full_name=name)
 
     def inner(self, start: int) -> StackedWeight:
         """Return the stack of one layer; ``start`` is the number of its first Weight."""
@@ -296,3 +297,19 @@ class StackedWeight(OfStack, Weight):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).setdefault("_views", weakref.WeakValueDictionary())
         super().__setstate__(state)
+
+
+def by_stack(items: Iterable[tuple[Weight, T]]) -> list[tuple[Weight, dict[int, T]]]:
+    """Group what belongs to Weights by what holds their leaves: each StackedWeight, or Weight that is in none.
+
+    Args:
+        items: pairs of a Weight and what belongs to it.
+
+    Returns:
+        Pairs of a holder, and a dict from the numbers of its Weights (0 for a single one) to what belongs to them.
+    """
+    groups: dict[int, tuple[Weight, dict[int, T]]] = {}
+    for weight, item in items:
+        holder, number = weight.home or (weight, 0)
+        groups.setdefault(id(holder), (holder, {}))[1][number] = item
+    return list(groups.values())

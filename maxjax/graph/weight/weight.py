@@ -357,16 +357,28 @@ class Weight(OfWeight, Operators):
         )
         self.put(self.spec.blank())
 
+    @property
+    def file_shape(self) -> tuple[int, ...] | None:
+        """The shape of the file's tensor, where it is another than that of the value; otherwise None."""
+        form = self.spec.form
+        return self.loaded_shape if form is None or form.shape is None else form.shape
+
     def to_file(self, value: Any) -> Any:
         """Return a value in the form and shape of the file's tensor that it was loaded from."""
-        form, shape = self.spec.form, self.loaded_shape
+        form, shape = self.spec.form, self.file_shape
         if form is not None and form.elementwise:
-            return form.to_file(value)
-        if form is not None and not isinstance(value, Tracer):
+            value = form.to_file(value)
+        elif form is not None and not isinstance(value, Tracer):
             # It is never split: each device has all of it.
             parts = getattr(value, "addressable_shards", ())
             return form.to_file(np.asarray(parts[0].data if parts else value))
-        return value if shape is None else value.reshape(shape)
+        if shape is None:
+            return value
+        if isinstance(value, jax.Array) and (mesh := explicit.mesh_of(value)) is not None:
+            rows = [*explicit.entries(value), ()][0]  # elements in order can be split by rows only
+            wanted = [rows, *[()] * len(shape)][: len(shape)]
+            return explicit.automatic(lambda a: a.reshape(shape), mesh, wanted)(value)
+        return value.reshape(shape)
 
     # -- the value
 
@@ -651,7 +663,7 @@ class Weight(OfWeight, Operators):
     def like(self, leaf: Any, name: str | None = None) -> Weight:
         """Return a Weight of the same declaration around ``leaf``, which is not inspected."""
         spec = self.spec
-        new = object.__new__(spec.kind)
+        new = object.__new__(spec.cls)
         vars(new).update(
             vars(self), _spec=spec, _leaf=leaf, home=None, _full_name=name, _renamed=False,
             _original=None, loaded_shape=None, source=None,
@@ -761,7 +773,7 @@ class Shard(Weight):
             f"{host.name}[{i}]", host.dtype, (), device, None, None, host.sharding_strategy
         )
         # Alone, as a leaf of a pytree, a shard becomes a plain Weight of the part.
-        self._spec = replace(self._spec, kind=Weight, shard_idx=i)
+        self._spec = replace(self._spec, cls=Weight, shard_idx=i)
         self.host = host
         _ = self.spec  # raises an error if the strategy does not fit the shape
 

@@ -21,6 +21,7 @@ from ...storage.files import ALIGNMENT, aligned_empty, run, run_jobs
 from ...storage.parts import Part
 from ..placement.arrays import default_device, out_of_memory, put
 from ..placement.device_major import DeviceMajor
+from .reshaped import in_file
 from .weight_data import WeightData, cast_array
 
 # Maximum host memory for values that wait to be converted or sent to a device.
@@ -414,8 +415,7 @@ def _fill(reads: Sequence[Read]) -> None:
     """Reads parts of tensors into the memory for each, in parallel for each file."""
     by_source: dict[int, tuple[Any, list[Part]]] = {}
     for data, box, memory in reads:
-        source = data.source
-        parts = by_source.setdefault(id(source), (source, []))[1]
-        parts.append(Part(data.name, box, memory))
+        source, part = in_file(data.source, Part(data.name, box, memory))
+        by_source.setdefault(id(source), (source, []))[1].append(part)
     for source, parts in by_source.values():
         source.read_parts(parts)

@@ -27,6 +27,7 @@ from ..weight.weight import Weight
 from .device_reads import box_of, is_host
 from .gathering import Gathering, can_gather
 from .host_reads import data_rows, row_boxes
+from .reshaped import ReshapedSource
 from .weight_data import PartSource, WeightData
 
 # (encoding, float32 rows [..., rows, in], number of the first row in the tensor) → blocks.
@@ -115,6 +116,8 @@ def weight_data(name: str, weight: Weight, gathering: Gathering | None = None) -
     encoding, form = weight.quantization_encoding, weight.spec.form
     if form is not None and form.elementwise:
         values = _FiledSource(values, form)
+        if form.shape is not None:
+            values = ReshapedSource(values, name, form.shape)
     dtype, declared = DType.of(values.dtype_and_shape(name)[0]), weight.spec.dtype
     data = WeightData.lazy(values, name, dtype, values.shape, encoding)
     # JAX holds integers of 64 bits in 32; a file has them as they were declared.
@@ -128,7 +131,9 @@ def _source_of(
     if weight.spec.form is not None and not weight.spec.form.elementwise:
         array = weight.to_file(weight.stored_value())
         return _WeightSource(array, (), array.shape)
-    shape = weight.loaded_shape or tuple(int(size) for size in weight.shape)
+    shape = tuple(int(size) for size in weight.shape)
+    if weight.spec.form is None:
+        shape = weight.loaded_shape or shape
     home, array, index = weight.home, weight.leaf, ()
     if home is not None and not home[0].is_lazy:
         array, index = home[0].leaf, home[0].spec.index(home[1])

@@ -167,15 +167,19 @@ def _bitsandbytes8(tile: Tile) -> Any:
 
 
 def _bitsandbytes4(tile: Tile, kind: str, size: int, nested: int) -> Any:
-    place = tile.rows * tile.layout.in_dim + tile.columns  # in the flattened weight
-    codes = tile.load("weight", _div(place, 2), jnp.zeros_like(place)).astype(jnp.int32)
-    codes = jax.lax.shift_right_logical(codes, 4 - 4 * _rem(place, 2)) & 15
-    values = tile.load("weight.quant_map", codes)
     if tile.layout.in_dim % size == 0:  # then a block is in one row
-        each = _div(tile.rows * tile.layout.in_dim, size) + tile.groups(size)
+        place, groups = tile.columns, tile.groups(size)
+        codes = tile.load("weight", tile.rows, _div(place, 2))
+        scale = tile.load("weight.absmax", tile.rows, groups)
+        each = tile.rows * (tile.layout.in_dim // size) + groups
     else:
+        place = tile.rows * tile.layout.in_dim + tile.columns  # in the flattened weight
+        codes = tile.load("weight", _div(place, 2), jnp.zeros_like(place))
         each = _div(place, size)
-    scale = tile.load("weight.absmax", each)
+        scale = tile.load("weight.absmax", each)
+    shift = jnp.broadcast_to(4 - 4 * _rem(place, 2), codes.shape)
+    codes = jax.lax.shift_right_logical(codes.astype(jnp.int32), shift) & 15
+    values = tile.load("weight.quant_map", codes)
     if nested:
         state = f"weight.quant_state.bitsandbytes__{kind}"
         zero = jnp.zeros_like(each)

@@ -215,8 +215,9 @@ def _sizes(layout: QuantLayout) -> tuple[_Tiles, str]:
     columns = words * along
     if columns % group and group % columns:
         return _Tiles(0, 0, 0, 0), f"tiles of {columns} columns divide groups of {group}"
-    rows = out // across
-    rows = rows if rows <= _ROWS else _ROWS
+    # The sums of all planes of rows are in memory together.
+    most = LANES if by_rows else _ROWS
+    rows = min(out // across, most)
     return _Tiles(rows, words, columns, max(1, columns // group)), ""
 
 
@@ -236,7 +237,7 @@ def matmul(
     """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``layer`` is an index if the tensors are stacks."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
-    blocks = -(-count // MOST_ROWS)
+    blocks = -(-count // (MOST_ROWS // 2 if layout.format == "awq" else MOST_ROWS))
     size = -(-count // blocks)
     rows = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, -1)
     is_stack = tensors[layout.tensors[0].name].ndim > len(layout.tensors[0].axes)

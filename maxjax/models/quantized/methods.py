@@ -10,7 +10,7 @@ from typing import Any
 
 from ...dtype import DType
 from ...errors import CheckpointFormatError, shown
-from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor
+from ...nn.quantized import Exactly, QuantLayout, QuantState, QuantTensor, Reshaped
 from ...patterns import NameTable
 from ..names import TEXT_PREFIX
 from .layouts import (
@@ -420,8 +420,16 @@ def _4bit(out: int, inner: int, entries: Found, *, kind: str, nested: bool) -> Q
         tensor(
             entries, "weight.absmax", DType.uint8 if nested else DType.float32, [((blocks,), (0,))]
         ),
-        tensor(entries, "weight.quant_map", DType.float32, [((16,), (None,))]),
     ]
+    if inner % _BLOCK == 0:
+        # In files they are flat. In memory they are matrices, of which devices can hold parts; blocks of scales,
+        # however, are in several rows.
+        axes = (0, None if nested else 1)
+        tensors = [
+            replace(one, shape=(out, inner // each), axes=axes, form=Reshaped(one.shape))
+            for one, each in zip(tensors, (2, _BLOCK), strict=True)
+        ]
+    tensors.append(tensor(entries, "weight.quant_map", DType.float32, [((16,), (None,))]))
     expected: list[tuple[str, Any]] = [
         ("quant_type", kind), ("blocksize", _BLOCK), ("shape", (out, inner)),
     ]  # fmt: skip

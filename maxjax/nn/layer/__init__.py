@@ -5,6 +5,20 @@ state-dict order; everything else is its definition, interned so that JAX compar
 identity. Therefore layers of equal structure have equal treedefs, and so have a lazy model and the
 same model after loading. Tied weights stay one leaf under every transformation. A change of
 structure makes JAX trace again; a change of a value does not.
+
+Read in this order:
+
+* ``module.py``: Module, which registers Weights, Modules and static attributes as they are assigned.
+* ``static.py``: static attributes, frozen and compared by content, with ``contents.py`` (what may not be in them),
+  ``frozen.py`` (lists and dicts) and ``watched.py`` (what can change without an assignment).
+* ``walk.py``: the walk below a Module, which gives names, finds ties, and says what holds the leaf of each Weight.
+* ``definition.py``: the treedef that is made of a walk, flattening and unflattening, and the one Cache of a Module.
+* ``call_stack.py``: a call, with names for profiles and warnings; ``hooks.py`` and ``calls.py``: hooks and
+  observers around it.
+* ``layer_list.py``; ``stack/``: equal layers with stacked weights, run as one loop.
+* ``state.py`` and ``load/``: state dicts; ``replacing.py``: a model with other values; ``place.py``: ``Module.to``.
+* ``sharded.py``: one layer for each device, as in MAX; ``compiled_from.py``: whether a program is out of date;
+  ``rows.py``: displays; ``observe/``: captures and patches.
 """
 
 from ...graph.placement.strategy import Shardable as Shardable

@@ -71,7 +71,7 @@ def _weights(cache: Cache) -> dict[str, Any]:
 def _layers(cache: Cache) -> set[tuple[type, Any]]:
     """The different layers, of which a stack has one for all that are equal."""
     return {
-        (n.kind, n.statics)
+        (n.cls, n.statics)
         for n in cache.definition.nodes
-        if not (n.kind._mx_is_container or n.kind._mx_is_stack)
+        if not (n.cls._mx_is_container or n.cls._mx_is_stack)
     }

@@ -66,7 +66,7 @@ class Definition:
     )  # fmt: skip
 
     def __repr__(self) -> str:
-        what = f"{self.nodes[0].kind.__name__}({len(self.names)} weights)"
+        what = f"{self.nodes[0].cls.__name__}({len(self.names)} weights)"
         return f"{what} (maxjax.tree.map says in what two differ)"
 
     def __reduce__(self) -> Any:
@@ -133,7 +133,7 @@ class Node(NamedTuple):
     """One Module in a Definition.
 
     Attributes:
-        kind: class of the Module.
+        cls: class of the Module.
         weights: tuples (attribute, local name, leaf index, marked shared, index in a stack or None).
         children: pairs (attribute, node index).
         statics: pairs (attribute, key of the value), sorted.
@@ -147,7 +147,7 @@ class Node(NamedTuple):
         source: for a layer that ``shard`` returned, node index of the original or _ELSEWHERE; otherwise None.
     """
 
-    kind: type
+    cls: type
     weights: tuple[tuple[str, str, int, bool, int | None], ...]
     children: tuple[tuple[str, int], ...]
     statics: tuple[Any, ...]
@@ -245,8 +245,8 @@ def define(root: Any) -> Cache:
     owned = tuple(flag for _, _, flag in leaves)
     marks = tuple(m._mx_marks for m in walk.modules)
     specs = tuple(w.spec for w in weights)
-    code_ = code({node.kind for node in nodes})
-    key = (token(), code_, nodes, names, owned, specs, marks if any(marks) else ())
+    classes = {node.cls for node in nodes}
+    key = (token(), code(classes), nodes, names, owned, specs, marks if any(marks) else ())
 
     def make() -> dict[str, Any]:
         memo: dict[int, Any] = {}
@@ -413,7 +413,7 @@ def build(
         given: by the index of a node, a Module that is taken as it is.
     """
     nodes = definition.nodes
-    modules = [given[i] if i in given else object.__new__(n.kind) for i, n in enumerate(nodes)]
+    modules = [given[i] if i in given else object.__new__(n.cls) for i, n in enumerate(nodes)]
     for number, (module, node) in enumerate(zip(modules, nodes, strict=True)):
         if number in given:
             continue
@@ -449,7 +449,7 @@ def build(
             state["_mx_in_stack"] = True
         if node.source is not None:
             state["_mx_source"] = None if node.source == _ELSEWHERE else modules[node.source]
-        if node.kind._mx_is_stack:
+        if node.cls._mx_is_stack:
             state["_mx_stacks"] = tuple(
                 holders[leaf] if start is None else holders[leaf].inner(start)
                 for leaf, start in node.stacks

@@ -158,7 +158,7 @@ def token() -> tuple[Any, ...] | None:
 
 def is_plain() -> bool:
     """Whether no hooks are installed and no captures or patches observe layers."""
-    return not (_HOOKS or _PREHOOKS or OBSERVING.frames or OBSERVERS)
+    return not (_HOOKS or _PREHOOKS or OBSERVING.frames or OBSERVERS.get())
 
 
 def prepared(layer: Any, call: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:

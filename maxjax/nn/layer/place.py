@@ -50,7 +50,7 @@ class LeafPlace(NamedTuple):
     placed: Placed
 
 
-def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kind: Any) -> None:
+def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, memory: Any) -> None:
     """Implements ``Module.to``: determines the sharding of all weights, then moves them."""
     _check_alone(module)
     first = devices[0]
@@ -63,7 +63,7 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
             if isinstance(first, Sharding)
             else jax.sharding.SingleDeviceSharding(device_of(first))
         )
-        sharding = sharding if kind is None else sharding.with_memory_kind(kind)
+        sharding = sharding if memory is None else sharding.with_memory_kind(memory)
         definition, holders = module._mx_definition()
         named = zip(holders, definition.names, strict=True)
         alone = {"sharding": sharding, "why": "", "layout": None, "split": ()}
@@ -71,7 +71,7 @@ def place_on(module: Any, devices: Sequence[Any], strategy: Any, rules: Any, kin
     else:
         todo, places = [], plan_places(module, mesh, strategy, rules)
         for holder, name, _, placed in places:
-            sharding = NamedSharding(mesh, placed.spec, memory_kind=kind)
+            sharding = NamedSharding(mesh, placed.spec, memory_kind=memory)
             changes = {"why": placed.why, "layout": placed.layout, "split": placed.split}
             todo.append((holder, name, {"sharding": sharding, **changes}))
         _warn_of_replicated(places, mesh)

@@ -67,17 +67,17 @@ def replace(model: M, values: Mapping[str, Any]) -> M:
     for name, value in values.items():
         weight = weights.get(name)
         if weight is not None:
-            holder, place = walk.slot(weight)
+            holder, number = walk.slot(weight)
         elif name in whole:
-            holder, place = cache.weights[whole[name]], None
+            holder, number = cache.weights[whole[name]], None
         else:
             problems.append(_unknown(name, [*weights, *whole], len(weights)))
             continue
         at = new.setdefault(index[id(holder)], {})
-        if place in at or (at and None in (place, *at)):
+        if number in at or (at and None in (number, *at)):
             problems.append(f"'{at[next(iter(at))][0]}' and '{name}' are the same weight")
-        value, problem = _fitted(name, holder, place is None and name in whole, value)
-        at[place] = name, value
+        value, problem = _fitted(name, holder, number is None and name in whole, value)
+        at[number] = name, value
         problems += [problem] if problem else []
     for i, at in new.items():
         if None not in at and type(leaves[i]) is jax.ShapeDtypeStruct:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ...errors import CheckpointMismatchError, closest, releasing
 from ...graph.shape import Shape
-from ...graph.weight.stacked import StackedWeight
+from ...graph.weight.stacked import StackedWeight, by_stack
 from ...graph.weight.weight import Weight, outside_traces
 from ...graph.weights import FileWeights
 from ...graph.weights.same import same_content
@@ -250,24 +250,16 @@ def _load(
     """Reads and converts all values, then stores them."""
     with jax.ensure_compile_time_eval():  # the arrays belong to no trace that is running
         arrays, stacked = read(single, stacks)
-        _put_all(single, arrays)
+        pairs = zip((one.weight for one in single), arrays, strict=True)
+        for holder, leaves in by_stack(pairs):  # one update for each stack
+            if isinstance(holder, StackedWeight):
+                holder.put_many(leaves)
+            else:
+                holder.put(leaves[0])
     for one in fits:
         _store(one)
     for (stack, _), array in zip(stacks, stacked, strict=True):
         stack.put(array)
-
-
-def _put_all(fits: list[Fit], arrays: list[Any]) -> None:
-    """Sets the values of single weights, with one update per stack."""
-    parts: dict[int, tuple[Any, dict[int, Any]]] = {}
-    for one, array in zip(fits, arrays, strict=True):
-        home = one.weight.home
-        if home is None:
-            one.weight.put(array)
-        else:
-            parts.setdefault(id(home[0]), (home[0], {}))[1][home[1]] = array
-    for stack, leaves in parts.values():
-        stack.put_many(leaves)
 
 
 def _store(one: Fit) -> None:

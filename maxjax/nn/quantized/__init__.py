@@ -11,4 +11,5 @@ from ...kernels.formats import QuantTensor as QuantTensor
 from .forms import Exactly as Exactly
 from .forms import Groups as Groups
 from .forms import QuantState as QuantState
+from .forms import Reshaped as Reshaped
 from .linear import QuantizedLinear as QuantizedLinear

@@ -27,6 +27,7 @@ class Bits:
     dtype: DType
 
     elementwise: ClassVar[bool] = True
+    shape: ClassVar[None] = None
 
     def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of a file has the expected dtype."""
@@ -43,10 +44,36 @@ class Bits:
         return np.asarray(array).view(self.dtype.np)
 
 
+@dataclass(frozen=True)
+class Reshaped:
+    """The FileForm of a tensor that a Weight holds in another shape, with the same elements in the same order.
+
+    Attributes:
+        shape: shape in files.
+    """
+
+    shape: tuple[int, ...]
+
+    elementwise: ClassVar[bool] = True
+
+    def fits(self, dtype: DType, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of a file has the expected shape."""
+        return shape == self.shape
+
+    def to_stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The elements themselves."""
+        return array
+
+    def to_file(self, array: Any) -> Any:
+        """The elements themselves."""
+        return array
+
+
 class _Checked:
     """A FileForm that checks a tensor and stores it as it is."""
 
     elementwise: ClassVar[bool] = False
+    shape: ClassVar[None] = None
 
     def to_file(self, array: np.ndarray) -> np.ndarray:
         """The array itself."""
@@ -149,6 +176,7 @@ class QuantState:
     expected: tuple[tuple[str, Any], ...]
 
     elementwise: ClassVar[bool] = False
+    shape: ClassVar[None] = None
     # The number of bytes of a stored value; texts have about 170.
     SIZE: ClassVar[int] = 256
 

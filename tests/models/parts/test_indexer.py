@@ -147,7 +147,7 @@ MESHES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("where", MESHES)
 def test_the_indexer_on_meshes(where, types):

@@ -31,6 +31,7 @@ from ....graph.weights.device_reads import (
     read_destinations,
 )
 from ....graph.weights.given import dtype_of, host_or_jax, shape_of, unreadable
+from ....graph.weights.reshaped import reshaped
 from ....graph.weights.weight_data import cast_array, is_torch
 from ....storage.boxes import count, whole
 
@@ -100,7 +101,7 @@ def _fit_data(name: str, weight: Weight, data: WeightData, override: bool) -> Fi
         fitted.dims = tuple(Shape(shape))
     elif list(held := _held(data, shape)) != list(declared) and _loose(held) == _loose(declared):
         fitted.loaded_shape = tuple(int(d) for d in held)
-    elif problem := _shape_problem(shape, declared):
+    elif problem := _shape_problem(shape, weight):
         return differs(name, f"{problem}.")
     if problem := _content_problem(name, data):
         return problem
@@ -145,7 +146,7 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
         fitted = _new(name, weight, value, weight.spec.dims)
         fitted.loaded_shape = shape
         return fitted
-    problem = _shape_problem(shape, weight.spec.dims)
+    problem = _shape_problem(shape, weight)
     if problem and dtype is not weight.spec.dtype:
         problem += f" and {_dtypes(weight.spec.dtype, dtype)}"
     if problem:
@@ -155,7 +156,9 @@ def _fit_array(name: str, weight: Weight, value: Any) -> Fit | str:
 
 def _is_remade(form: Any, dtype: DType, shape: tuple[int, ...]) -> bool:
     """Whether a FileForm makes the weight from the value, so that their shapes may differ."""
-    return form is not None and not form.elementwise and form.fits(dtype, shape)
+    if form is None or form.elementwise and form.shape is None:
+        return False
+    return form.fits(dtype, shape)
 
 
 def _loose(shape: Sequence[Any]) -> list[Any]:
@@ -163,10 +166,14 @@ def _loose(shape: Sequence[Any]) -> list[Any]:
     return [] if len(shape) == 1 and shape[0] == 1 else list(shape)
 
 
-def _shape_problem(shape: Sequence[Any], declared: Sequence[Dim]) -> str | None:
+def _shape_problem(shape: Sequence[Any], weight: Weight) -> str | None:
+    declared, form = weight.spec.dims, weight.spec.form
     if all(isinstance(d, StaticDim) for d in declared):
         expected, actual = tuple(int(d) for d in declared), tuple(int(d) for d in shape)
-        return None if expected == actual else f"shape (expected={expected}, actual={actual})"
+        if expected == actual:
+            return None
+        in_files = None if form is None else form.shape
+        return f"shape (expected={in_files or expected}, actual={actual})"
     if len(shape) != len(declared):
         return f"shape rank (expected={len(declared)}, actual={len(shape)})"
     wrong = [f"dim[{i}]: expected {d}, got {n}" for i, (d, n) in enumerate(zip(declared, shape, strict=True))
@@ -263,10 +270,13 @@ def sharding_for(one: Fit) -> Any:
 
 def source(one: Fit) -> Source:
     """The Source of the value for a Destination: slices read from disk, or the whole array."""
-    reshaped = one.as_bytes or one.loaded_shape is not None
-    if is_lazy(one) and not reshaped and one.value.is_as_stored:
-        return one.value
-    return lambda: one.weight.spec.arranged(np.asarray(convert(one, host_or_jax(one.value))))
+    form = one.weight.spec.form
+    if is_lazy(one) and not one.as_bytes and one.value.is_as_stored:
+        if one.loaded_shape is None:
+            return one.value
+        if form is not None and form.shape is not None:
+            return reshaped(one.value, final_shape(one))
+    return lambda: np.asarray(_arranged(one, host_or_jax(one.value)))
 
 
 def bytes_to_read(fits: Sequence[Fit]) -> int:
@@ -332,14 +342,20 @@ def _is_cast(one: Fit) -> bool:
     return data.decodes is None and data.stored_dtype != jax.dtypes.canonicalize_dtype(one.dtype.np)
 
 
+def _arranged(one: Fit, array: Any) -> Any:
+    """A whole value as the weight stores it, on the device where it is."""
+    array, form = convert(one, array), one.weight.spec.form
+    if one.loaded_shape is not None and (form is None or form.shape is not None):
+        array = array.reshape(tuple(int(d) for d in one.dims))
+    return one.weight.spec.arranged(array)
+
+
 def convert(one: Fit, array: Any) -> Any:
-    """``array`` converted to the dtype and shape of the weight, on the device where it is."""
+    """``array``, a whole value or elements of it, converted to the dtype of the weight, on the device where it is."""
     if one.as_bytes:
         return np.ascontiguousarray(array).view(np.uint8)
     if (form := one.weight.spec.form) is not None:
         array = form.to_stored(one.name, np.asarray(array))
-    elif one.loaded_shape is not None:
-        array = array.reshape(tuple(int(d) for d in one.dims))
     target = jax.dtypes.canonicalize_dtype(one.dtype.np)
     if array.dtype == target:
         return array
@@ -363,7 +379,7 @@ def _put(one: Fit, read: np.ndarray | None) -> jax.Array:
     reference (``read``), but not for a caller's array, which the caller may change later.
     """
     array = host_or_jax(one.value) if read is None else one.value.cast(read)
-    array = one.weight.spec.arranged(convert(one, array))
+    array = _arranged(one, array)
     if isinstance(array, np.ndarray) and read is None:
         array = np.array(array, copy=True, order="C")
     return put(array, one.weight.spec.leaf_sharding or sharding_for(one), one.name)

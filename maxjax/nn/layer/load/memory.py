@@ -7,14 +7,12 @@ memory without a message.
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from ....driver import memory_stats
+from ....driver import free_bytes
 from ....errors import OutOfMemoryError, UserInputError
 from ....graph.placement.arrays import default_device
 from ....graph.placement.mesh import abstract_mesh
@@ -67,51 +65,6 @@ def _devices(fits: Iterable[Fit]) -> list[Any]:
         devices = [default_device()] if sharding is None else sharding.addressable_devices
         found.update(dict.fromkeys(devices))
     return sorted(found, key=lambda device: device.id)
-
-
-def free_bytes(device: Any) -> int | None:
-    """The number of free bytes of a device, or of the host for a CPU; None if it is unknown."""
-    if device.platform != "cpu":
-        stats = memory_stats(device)
-        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-    limits = [_available(), _address_space()]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _available() -> int | None:
-    """The number of bytes that Linux can provide without swapping, at most those of the control group."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    found = kilobytes.get("MemAvailable", 0) * 1024
-    return min(found, _group()) or None
-
-
-def _group() -> int:
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        cache = next(
-            int(line.split()[1])
-            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-            if line.startswith("inactive_file ")
-        )
-        return 2**63 if limit == "max" else int(limit) - used + cache
-    except (OSError, ValueError, StopIteration):
-        return 2**63
-
-
-def _address_space() -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not on Linux
-        return None
-    return limit - pages * resource.getpagesize()
 
 
 def _message(

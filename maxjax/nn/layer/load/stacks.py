@@ -18,7 +18,7 @@ import numpy as np
 
 from ....graph.placement.stacking import with_leading
 from ....graph.shape import StaticDim
-from ....graph.weight.stacked import StackedWeight
+from ....graph.weight.stacked import StackedWeight, by_stack
 from ....graph.weights.device_reads import Destination, is_host, read_destinations
 from .fit import Fit, convert, destination, read_values, source
 
@@ -27,13 +27,10 @@ def plan(
     fits: Sequence[Fit],
 ) -> tuple[list[tuple[StackedWeight, list[Fit]]], list[Fit], list[str]]:
     """The stacks for which all layers have a Fit, with these Fits; all other Fits; and descriptions of problems."""
-    groups: dict[int, tuple[StackedWeight, dict[int, Fit]]] = {}
-    for one in fits:
-        if one.weight.home is not None:
-            stack, place = one.weight.home
-            groups.setdefault(id(stack), (stack, {}))[1][place] = one
     whole, in_stacks, problems = [], set[int](), []
-    for stack, group in groups.values():
+    for stack, group in by_stack((one.weight, one) for one in fits):
+        if not isinstance(stack, StackedWeight):
+            continue
         kinds = {(one.dtype, tuple(map(str, one.dims))) for one in group.values()}
         if len(kinds) == 1 and len(group) == stack.spec.count and _has_sizes(group[0]):
             whole.append((stack, [group[i] for i in range(len(group))]))

@@ -130,28 +130,23 @@ class Observing(threading.local):
 
 OBSERVING = Observing()
 
-# The observers of Module objects: all in the process, and those of this thread or task.
-OBSERVERS: list[Any] = []
-_CURRENT: ContextVar[tuple[Any, ...]] = ContextVar("maxjax_observers", default=())
+# The observers of Module objects in this thread or task, outermost first.
+OBSERVERS: ContextVar[tuple[Any, ...]] = ContextVar("maxjax_observers", default=())
 
 
 def enter(observer: Any) -> None:
     """Begin an observation, in this thread or task and in tasks that it starts."""
-    OBSERVERS.append(observer)
-    _CURRENT.set((*_CURRENT.get(), observer))
+    OBSERVERS.set((*OBSERVERS.get(), observer))
 
 
 def leave(observer: Any) -> None:
-    """End an observation, in all threads and tasks."""
-    OBSERVERS[:] = [other for other in OBSERVERS if other is not observer]
-    _CURRENT.set(tuple(other for other in _CURRENT.get() if other is not observer))
+    """End an observation; in other tasks, the observer itself knows that it observes no longer."""
+    OBSERVERS.set(tuple(other for other in OBSERVERS.get() if other is not observer))
 
 
 def current_observers(module: Any) -> list[Any]:
     """Return the observers of the Module in this thread or task, outermost first."""
-    if not OBSERVERS:
-        return []
-    return [one for one in _CURRENT.get() if one.observes(module)]
+    return [one for one in OBSERVERS.get() if one.observes(module)]
 
 
 def trace() -> Any:

@@ -9,7 +9,7 @@ whose Weights are views, and names in state dicts remain ``layers.3.weight``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ....graph.weight.epoch import structure_changed
@@ -159,20 +159,43 @@ class LayerStack(LayerList, is_stack=True):
                 made[i] = self._mx_children[str(i)]
             else:
                 span = self._layout.span(slot)
-                layer = self._mx_children[span.pattern]
-                place = (i - span.start) // span.step
-                elsewhere = vars(self).get("_mx_elsewhere", {})
-                at = (i, place, self._axis)
-                made.setdefault(i, layer if place == 0 else _replica(layer, at, elsewhere))
+                layer, steps = self._mx_children[span.pattern], (i - span.start) // span.step
+                made.setdefault(i, self._replica(layer, i, steps) if steps else layer)
         return made[i]
 
-    @property
-    def _axis(self) -> int:
-        """The axis of this stack's layers in the arrays of its weights."""
-        stack = next(iter(self._mx_stacks), None)
-        if stack is None or stack.home is None:
-            return 0
-        return len(stack.home[0].spec.spans) - len(stack.spec.spans)
+    def _replica(self, layer: Module, number: int, steps: int) -> Module:
+        """A copy of ``layer``, the first of equal layers, for another number: that many ``steps`` later in the arrays.
+
+        Modules that the model also holds in other places (``_mx_elsewhere``) are reused.
+        """
+        elsewhere = vars(self).get("_mx_elsewhere", {})
+        definition, holders = layer._mx_definition()
+        walk = Walk(layer, stacked=True)
+        given = {}
+        for i, (module, path) in enumerate(zip(walk.modules, walk.paths, strict=True)):
+            other = elsewhere.get((number, path)) if module._mx_in_stack else module
+            if other is not None:
+                given[i] = other
+        # The axis of this stack's layers in the arrays: behind those of the stacks that this one is in.
+        own = next(iter(self._mx_stacks), None)
+        axis = 0 if own is None else len((own.home or (own,))[0].spec.spans) - len(own.spec.spans)
+
+        def later(holder: Weight) -> Weight:
+            """What the other layer has instead of a Weight, or of the stack of an inner layer, of the first one."""
+            if holder.home is None:
+                return holder
+            stack, first = holder.home
+            start = first + steps * math.prod(stack.spec.lead[axis + 1 :])
+            return stack.inner(start) if isinstance(holder, StackedWeight) else stack.view(start)
+
+        values = [{name: vars(m)[name] for name in m._mx_statics} for m in walk.modules]
+        keys = [dict(module._mx_statics) for module in walk.modules]
+        made = build(definition, [later(holder) for holder in holders], values, keys, given)
+        for i, (module, new) in enumerate(zip(walk.modules, made, strict=True)):
+            if i not in given:
+                marks = marks_of(layer, module, number)
+                vars(new).update(_mx_in_stack=True, _mx_marks=marks)
+        return made[0]
 
     @property
     def layers(self) -> list[Any]:
@@ -184,10 +207,10 @@ class LayerStack(LayerList, is_stack=True):
 
     def __getitem__(self, i: int | slice) -> Any:
         try:
-            places = range(len(self))[i]
+            found = range(len(self))[i]
         except IndexError:
             raise IndexError(f"there is no layer {i}: there are {len(self)}") from None
-        return self._layer(places) if isinstance(places, int) else [self._layer(k) for k in places]
+        return self._layer(found) if isinstance(found, int) else [self._layer(k) for k in found]
 
     def __getattr__(self, name: str) -> Any:
         if name.isdecimal() and int(name) < len(self):
@@ -333,40 +356,3 @@ def mark(layer: Module, shared: set[int], in_stack: bool) -> None:
     for module, inner in zip(walk.modules, walk.in_stack, strict=True):
         if id(module) not in shared and not inner:  # Modules of an inner stack remain in that stack
             vars(module)["_mx_in_stack"] = in_stack
-
-
-def _replica(
-    layer: Module, at: tuple[int, int, int], elsewhere: Mapping[tuple[int, str], Module]
-) -> Module:
-    """A copy of ``layer``, the first layer of the stack, for another index in the stack.
-
-    Modules that the model also holds ``elsewhere``, by layer index and path, are reused.
-
-    Args:
-        at: index of the layer, its index in the stack, and the axis of layers in the arrays.
-    """
-    number, place, axis = at
-    definition, holders = layer._mx_definition()
-    walk = Walk(layer, stacked=True)
-    given = {}
-    for i, (module, path) in enumerate(zip(walk.modules, walk.paths, strict=True)):
-        other = elsewhere.get((number, path)) if module._mx_in_stack else module
-        if other is not None:
-            given[i] = other
-
-    def at_place(holder: Weight) -> Weight:
-        """The Weight, or the stack of an inner layer, that the layer at ``place`` has instead of the first layer's."""
-        if holder.home is None:
-            return holder
-        stack, first = holder.home
-        start = first + place * math.prod(stack.spec.lead[axis + 1 :])
-        return stack.inner(start) if isinstance(holder, StackedWeight) else stack.view(start)
-
-    values = [{name: vars(module)[name] for name in module._mx_statics} for module in walk.modules]
-    keys = [dict(module._mx_statics) for module in walk.modules]
-    made = build(definition, [at_place(holder) for holder in holders], values, keys, given)
-    for i, (module, new) in enumerate(zip(walk.modules, made, strict=True)):
-        if i not in given:
-            marks = marks_of(layer, module, number)
-            vars(new).update(_mx_in_stack=True, _mx_marks=marks)
-    return made[0]

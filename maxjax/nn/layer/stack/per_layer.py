@@ -151,8 +151,8 @@ class PerLayer:
         slot = self.layout.slot_of(i)
         if slot is None:
             return self.rest[self.layout.unstacked.index(i)]
-        place = (i - self.layout.first) // self.layout.period
-        return jax.tree.map(lambda a: a[place], self.slots[slot])
+        number = (i - self.layout.first) // self.layout.period
+        return jax.tree.map(lambda a: a[number], self.slots[slot])
 
     def __len__(self) -> int:
         return self.layout.count
@@ -241,8 +241,8 @@ def _difference(one: Module, other: Module) -> str:
     paths = [path.rstrip(".") for path in Walk(one, stacked=True).paths]
     for x, y, path in zip(a.nodes, b.nodes, paths, strict=False):
         where = f"'{path}'" if path else "the layer itself"
-        if x.kind is not y.kind:
-            return f"{where} is a {x.kind.__name__} in one and a {y.kind.__name__} in the other"
+        if x.cls is not y.cls:
+            return f"{where} is a {x.cls.__name__} in one and a {y.cls.__name__} in the other"
         ours, theirs = dict(x.statics), dict(y.statics)
         for name in {**ours, **theirs}:
             if ours.get(name) != theirs.get(name):

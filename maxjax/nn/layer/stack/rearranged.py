@@ -11,7 +11,7 @@ from typing import Any
 
 from ....errors import UserInputError
 from ....graph.weight.epoch import structure_changed
-from ....graph.weight.stacked import StackedWeight
+from ....graph.weight.stacked import StackedWeight, by_stack
 from ....graph.weight.weight import Weight
 from ..module import Module
 from ..static import freeze
@@ -109,8 +109,6 @@ def unstack_unequal(model: Any, kinds: Mapping[str, Hashable]) -> Any:
 
 def _unequal(model: Any, kinds: Mapping[str, Hashable]) -> set[int]:
     """ids of the StackedWeights whose Weights have different kinds."""
-    found: dict[int, set[Hashable]] = {}
-    for name, weight in model.raw_state_dict().items():
-        if weight.home is not None:
-            found.setdefault(id(weight.home[0]), set()).add(kinds.get(name))
-    return {key for key, of in found.items() if len(of) > 1}
+    weights = model.raw_state_dict().items()
+    found = by_stack((weight, kinds.get(name)) for name, weight in weights)
+    return {id(holder) for holder, of in found if len(set(of.values())) > 1}

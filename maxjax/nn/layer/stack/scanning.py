@@ -23,7 +23,7 @@ from ....kernels.operation import varying_with
 from ..definition import Definition, Variant, unflatten
 from ..observe import loops
 from ..observe.patches import unwrapped
-from ..observe.plans import ObserverPlan, Taps, joined
+from ..observe.plans import Taps, joined
 from .per_layer import PerLayer, StackPattern
 
 
@@ -174,7 +174,21 @@ def _loop(
     plans = loops.active_plans(stack, patches)
     # Inside shard_map, the carry must vary over the mesh axes of xs and operands; over those of weights, layers sum.
     carry = varying_with(carry, xs, dynamic)
-    run = _runner(static, sliced, dynamic, plans)
+    shared = _merged(static, dynamic)
+
+    def step(body: _Body, leaves: Any, i: Any, carry: Any, x: Any) -> Any:
+        """The carry after a layer, its outputs, and the values that observers have recorded in it."""
+        layer = unflatten(Variant(body.definition), leaves)
+        if not plans:
+            return *_call(layer, shared, plan, i, carry, x), {}
+        with loops.frame_of_layer(layer, plans, body.members, i) as frame:
+            carry, outputs = _call(layer, shared, plan, i, carry, x)
+        return carry, outputs, frame.taps
+
+    run = step
+    if plan.remat is not None and not sliced:
+        saved = None if plan.remat is True else plan.remat
+        run = jax.checkpoint(step, policy=saved, prevent_cse=False, static_argnums=0)
     bodies = [
         _Body(stack._mx_children[layout.span(slot).pattern], layout.members(slot))
         for slot in range(layout.slots)
@@ -234,24 +248,13 @@ _run: Any = jax.jit(_either, static_argnums=0)
 _run_plain: Any = jax.jit(partial(_loop, False), static_argnums=0)
 
 
-def _runner(
-    static: _Static, sliced: bool, dynamic: Sequence[Any], plans: Mapping[ObserverPlan, Any]
-) -> Callable[..., Any]:
-    """The function that runs one layer.
-
-    It maps (body, leaves, index, carry, x) to (carry, outputs, recorded values).
-    """
+def _merged(static: _Static, dynamic: Sequence[Any]) -> Any:
+    """The keyword arguments that all layers get, from those that are constants and those that are arrays."""
     constants = {i: value for i, _, _, value in static.constants}
     arrays = iter(dynamic)
     count = len(constants) + len(dynamic)
     leaves = [constants[i] if i in constants else next(arrays) for i in range(count)]
-    shared = jax.tree.unflatten(static.tree, leaves)
-    step = partial(_step, shared, static.plan, plans)
-    remat = static.plan.remat
-    if remat is None or sliced:
-        return step
-    saved = None if remat is True else remat
-    return jax.checkpoint(step, policy=saved, prevent_cse=False, static_argnums=0)
+    return jax.tree.unflatten(static.tree, leaves)
 
 
 class _Body:
@@ -275,18 +278,6 @@ class _Body:
             leaf if home is None else next(own)
             for leaf, home in zip(self.leaves, self.homes, strict=True)
         ]
-
-
-def _step(
-    shared: Mapping[str, Any], plan: ScanOptions, plans: Mapping[ObserverPlan, Any],
-    body: _Body, leaves: Any, i: Any, carry: Any, x: Any,
-) -> Any:  # fmt: skip
-    layer = unflatten(Variant(body.definition), leaves)
-    if not plans:
-        return *_call(layer, shared, plan, i, carry, x), {}
-    with loops.frame_of_layer(layer, plans, body.members, i) as frame:
-        carry, outputs = _call(layer, shared, plan, i, carry, x)
-    return carry, outputs, frame.taps
 
 
 def _call(
