@@ -200,14 +200,15 @@ def _power(e: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((e.astype(jnp.uint32) + 63) << 23, jnp.float32)
 
 
-_IQ4 = np.array(
+# The values of the codes of IQ4_NL and IQ4_XS.
+IQ4 = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 
 
 def _iq4(packed: jax.Array) -> jax.Array:
     """The table's values for the nibbles of ``[..., 16]`` bytes, in the order of Q4_0: ``[..., 32]``."""
-    return jnp.take(jnp.asarray(_IQ4), _joined(_nibbles(packed), 2).astype(jnp.int32), axis=0)
+    return jnp.take(jnp.asarray(IQ4), _joined(_nibbles(packed), 2).astype(jnp.int32), axis=0)
 
 
 def _iq4_nl(b: jax.Array) -> jax.Array:

@@ -7,7 +7,9 @@ programs and derivatives use, dequantises the whole weight and keeps the activat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +20,14 @@ from . import product
 from .blocks import decode, decoder_of
 from .gpu import packed_product as triton
 from .gpu.triton import unavailable
-from .operation import Operation, same_varying, types_of
+from .operation import Operation, same_varying, types_of, varying_with
 from .pallas import program_device, refused
 from .stack_slice import layer_of
 
 # The most weights that are dequantised at a time where there is no kernel.
 MOST_WEIGHTS = 1 << 20
+
+_WHAT = "a matmul with a quantised weight on a GPU"
 
 # The formats of the C++ kernels, in the order of ``Format`` in cpu/kernels.h.
 FORMATS = (
@@ -163,8 +167,8 @@ def _on_cpu(static: PackedOperand, *operands: Any) -> Any:
 
 def _on_cuda(static: PackedOperand, *operands: Any) -> list[jax.Array]:
     def run(encoding: str, dtype: np.dtype, x: Any, blocks: Any, layer: Any) -> jax.Array:
-        why = triton.lacks(encoding, dtype, x, blocks) or unavailable(program_device())
-        if refused("a matmul with a quantised weight on a GPU", why):
+        why = triton.lacks(dtype, x, math.prod(x.shape[:-1]), blocks)
+        if refused(_WHAT, why or unavailable(program_device())):
             return _in_chunks(encoding, dtype, x, blocks, layer, 1)
         return triton.kernel(encoding, dtype, x, blocks, layer)
 
@@ -206,4 +210,58 @@ _OPERATION = Operation(
     lengths=_lengths,
     # XLA for TPUs has no custom partitioning.
     forms={"tpu": _on_tpu},
+)  # fmt: skip
+
+
+# -- groups of tokens with several weights
+
+
+def packed_block_matmul(
+    x: jax.Array, blocks: jax.Array, owner: jax.Array, encoding: str
+) -> jax.Array:
+    """``x[i] @ w[owner[i]].T`` for a stack of weights in blocks: ``[groups, tokens, in]`` → ``[groups, tokens, out]``.
+
+    Args:
+        blocks: blocks of the weights, uint8 ``[n, out, bytes]``.
+        owner: index of each group's weight, int32 ``[groups]``; where it is negative, results are undefined.
+        encoding: name of the encoding.
+
+    The results are summed in float32 and in the dtype of ``x``, a float.
+    """
+    static = PackedOperand((encoding,), (np.dtype(x.dtype),))
+    return _GROUPS([x, blocks, owner.astype(jnp.int32)], static)[0]
+
+
+def _group_types(static: PackedOperand, x: Any, blocks: Any, owner: Any) -> list[Any]:
+    return [x.update(shape=(*x.shape[:-1], blocks.shape[1]), weak_type=False)]
+
+
+def _one_by_one(run: Callable[..., jax.Array], x: Any, blocks: Any, owner: Any) -> list[jax.Array]:
+    """``run(tokens, blocks, index)`` for each group that has a weight."""
+    zeros = varying_with(jnp.zeros((x.shape[1], blocks.shape[1]), x.dtype), x, blocks, owner)
+
+    def one(group: Any) -> jax.Array:
+        tokens, number = group
+        compute = lambda: run(tokens, blocks, number)
+        return jax.lax.cond(number < 0, lambda: zeros, compute)
+
+    return [jax.lax.map(one, (x, owner))]
+
+
+def _group_definition(static: PackedOperand, *operands: Any) -> list[jax.Array]:
+    (encoding,), (dtype,) = static.encodings, static.dtypes
+    return _one_by_one(partial(_dequantised, encoding, dtype), *operands)
+
+
+def _groups_on_cuda(static: PackedOperand, x: Any, blocks: Any, owner: Any) -> list[jax.Array]:
+    (encoding,), (dtype,) = static.encodings, static.dtypes
+    why = triton.lacks(dtype, x, x.shape[1], blocks) or unavailable(program_device())
+    if refused(_WHAT, why):
+        run = partial(_in_chunks, encoding, dtype, devices=1)
+        return _one_by_one(run, x, blocks, owner)
+    return [triton.group_kernel(encoding, dtype, x, blocks, owner)]
+
+
+_GROUPS = Operation(
+    "maxjax_packed_block_matmul", _group_types, _group_definition, {"cuda": _groups_on_cuda}, None, None
 )  # fmt: skip

@@ -1,9 +1,9 @@
 """Matmuls with weights in ggml's blocks on NVIDIA GPUs: two kernels in Pallas for Triton.
 
-Both take the stack of all layers and the index of a layer, so that nothing is copied out of it, and
-dequantise in registers. For few tokens a program reads some rows of the weight once, in order, and
-sums in float32 without rounding a weight. For more it multiplies a tile of dequantised weights, in
-the dtype of the activations, by a tile of tokens.
+Both take the stack of all weights, and for each group of tokens the index of its weight, so that nothing is
+copied out of the stack, and dequantise in registers. For few tokens a program reads some rows of the weight
+once, in order, and sums in float32 without rounding a weight. For more it multiplies a tile of dequantised
+weights, in the dtype of the activations, by a tile of tokens.
 
 A block is read in units of W neighbouring bytes of packed weights, with the scales that belong to them.
 Sizes are those that were the fastest on an H200.
@@ -14,7 +14,6 @@ Shapes of what a program has in registers: R rows of the weight, N units of each
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..blocks import decoder_of
+from ..blocks import IQ4, decoder_of
 from ..pallas import result
 from .triton import FLOATS, WARPS, as_stack, dot, power, too_many
 
 # The most tokens for which rows of the weight are multiplied one by one, instead of in tiles.
 FEW = 4
+# The most tokens that one program multiplies.
+MOST_TOKENS = 128
 # The most activations that a program multiplies at a time: twice as many are in shared memory.
 _MOST_NUMBERS = 1 << 14
 # The most partial sums, in float32, that are written where programs divide the rows between them.
@@ -36,6 +37,8 @@ _MOST_SUMS = 1 << 19
 _INTEGER, _OFFSET = 0x4B000000, 8388608.0
 # Twice the absolute values of E2M1, four bits each: 0, 1, 2, 3, 4, 6, 8, 12.
 _E2M1 = np.int32(0xC8643210 - (1 << 32))
+# The values of IQ4_NL and IQ4_XS + 127, a byte each, in four words.
+_IQ4 = (IQ4 + 127).astype(np.uint8).view(np.dtype("<i4"))
 
 
 class ProductTiles(NamedTuple):
@@ -43,7 +46,7 @@ class ProductTiles(NamedTuple):
 
     Attributes:
         rows: number of rows of the weight of a program.
-        tokens: number of tokens of a program.
+        tokens: number of tokens of a program, with padding.
         units: number of units of each row that a program reads at a time.
         warps: number of warps of a program.
         splits: number of programs between which the units of a row are divided.
@@ -56,27 +59,24 @@ class ProductTiles(NamedTuple):
     splits: int = 1
 
 
-def lacks(encoding: str, dtype: Any, x: Any, blocks: Any) -> str:
+def lacks(dtype: Any, x: Any, tokens: int, blocks: Any) -> str:
     """Why no GPU kernel can compute this matmul of operands on one device; "" if one can.
 
     Args:
-        encoding: name of the encoding.
         dtype: dtype of the result.
         x: activations ``[..., in]``.
+        tokens: number of tokens that are multiplied by one weight.
         blocks: blocks of the weight, uint8 ``[out, bytes]``, or of a stack ``[n, out, bytes]``.
 
     Example:
         >>> shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype)
-        >>> lacks("Q8_0", jnp.float64, shape(jnp.float64, 1, 64), shape(jnp.uint8, 9, 68))
+        >>> lacks(jnp.float64, shape(jnp.float64, 1, 64), 1, shape(jnp.uint8, 9, 68))
         'activations are float64 and results float64'
     """
-    if encoding not in _LAYOUTS:
-        return f"weights are in {encoding}"
     if x.dtype not in FLOATS or np.dtype(dtype) not in FLOATS:
         return f"activations are {x.dtype} and results {np.dtype(dtype)}"
     if 0 in x.shape:
         return "there are no numbers"
-    tokens = math.prod(x.shape[:-1])
     if x.dtype == jnp.float32 and tokens > FEW:
         # In full precision, Triton does not use tensor cores for them.
         return f"activations of {tokens} tokens are float32, more than {FEW}"
@@ -103,18 +103,48 @@ def kernel(
     """
     blocks, layer = as_stack(blocks, layer)
     tokens = x.reshape(-1, x.shape[-1])
-    size = tiles(encoding, tokens.shape[0], tokens.shape[1], blocks.shape[1])
-    call = _call(encoding, np.dtype(dtype), size, interpret)
-    return call(layer.reshape(1), tokens, blocks).reshape(*x.shape[:-1], blocks.shape[1])
+    each = min(tokens.shape[0], MOST_TOKENS)
+    owner = jnp.broadcast_to(layer, (-(-tokens.shape[0] // each),))
+    y = _groups(encoding, dtype, tokens, each, blocks, owner, interpret)
+    return y.reshape(*x.shape[:-1], blocks.shape[1])
 
 
-def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
-    """The tile sizes for a number of tokens and a weight ``[rows, depth]``.
+def group_kernel(
+    encoding: str,
+    dtype: Any,
+    x: jax.Array,
+    blocks: jax.Array,
+    owner: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """``x[i] @ w[owner[i]].T``, summed in float32: ``[groups, tokens, in]`` → ``[groups, tokens, out]``.
+
+    Args:
+        encoding, dtype, interpret: the same as for :func:`kernel`.
+        x: groups of at most 128 tokens.
+        blocks: blocks of a stack of weights, uint8 ``[n, out, bytes]``.
+        owner: index of each group's weight, int32 ``[groups]``; where it is negative, nothing is read.
+    """
+    groups, each, depth = x.shape
+    y = _groups(encoding, dtype, x.reshape(-1, depth), each, blocks, owner, interpret)
+    return y.reshape(groups, each, blocks.shape[1])
+
+
+def _groups(
+    encoding: str, dtype: Any, x: Any, each: int, blocks: Any, owner: Any, interpret: bool
+) -> jax.Array:
+    """The products of groups of ``each`` tokens of ``[tokens, in]``, of which the last may be smaller."""
+    size = tiles(encoding, owner.shape[0], each, x.shape[1], blocks.shape[1])
+    return _call(encoding, np.dtype(dtype), size, each, interpret)(owner, x, blocks)
+
+
+def tiles(encoding: str, groups: int, tokens: int, depth: int, rows: int) -> ProductTiles:
+    """The tile sizes for groups of tokens and a weight ``[rows, depth]``.
 
     Example:
-        >>> tiles("Q4_K", 1, 4096, 4096)
+        >>> tiles("Q4_K", 1, 1, 4096, 4096)
         ProductTiles(rows=2, tokens=1, units=64, warps=2, splits=1)
-        >>> tiles("Q8_0", 512, 4096, 4096)
+        >>> tiles("Q8_0", 4, 128, 4096, 4096)
         ProductTiles(rows=64, tokens=128, units=16, warps=4, splits=1)
     """
     layout = _LAYOUTS[encoding]
@@ -124,35 +154,35 @@ def tiles(encoding: str, tokens: int, depth: int, rows: int) -> ProductTiles:
         # Several warps exchange their sums, one for each token; units of four parts are long enough for one warp.
         warps = 1
         if tokens == 1 and parts <= 2:
-            warps = 4 if rows // each * 2 < WARPS else 2
+            warps = 4 if groups * (rows // each) * 2 < WARPS else 2
         while 32 * warps > max(32, _count(encoding, depth, layout.few)):
             warps //= 2
         return ProductTiles(each, tokens, 32 * warps, warps)
-    wide = min(128, power(tokens))
+    wide = power(tokens)
     each, warps = (32, 2) if wide == 16 else (64, 4)
     deep = next(n for n in (128, 64, 32) if n * parts * wide <= _MOST_NUMBERS)
     units = deep // layout.many
-    programs = -(-tokens // wide) * -(-rows // each)
+    programs = groups * -(-rows // each)
     steps = -(-_count(encoding, depth, layout.many) // units)
     wanted = -(-WARPS // 2 // (programs * warps))
-    splits = min(wanted, steps // 2, _MOST_SUMS // (tokens * rows))
+    splits = min(wanted, steps // 2, _MOST_SUMS // (groups * tokens * rows))
     return ProductTiles(each, wide, units, warps, max(1, splits))
 
 
 @functools.lru_cache(maxsize=256)
-def _call(encoding: str, dtype: np.dtype, size: ProductTiles, interpret: bool) -> Any:
+def _call(encoding: str, dtype: np.dtype, size: ProductTiles, each: int, interpret: bool) -> Any:
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
-    def call(layer: Any, x: Any, blocks: Any) -> Any:
+    def call(owner: Any, x: Any, blocks: Any) -> Any:
         tokens, rows = x.shape[0], blocks.shape[1]
-        tiles_of_rows = -(-rows // size.rows)
+        tiles_of_rows, groups = -(-rows // size.rows), owner.shape[0]
         # Only the first axis of a CUDA grid may be longer than 65,535.
-        program, grid = _few, (tiles_of_rows, 1)
-        if tokens > FEW:
-            program, grid = _many, (-(-tokens // size.tokens), tiles_of_rows, size.splits)
+        program, grid = _few, (tiles_of_rows, groups, 1)
+        if each > FEW:
+            program, grid = _many, (groups, tiles_of_rows, size.splits)
         found = pl.pallas_call(
-            functools.partial(program, encoding, size, x.shape, rows),
+            functools.partial(program, encoding, size, each, x.shape, rows),
             grid=grid,
             out_shape=result(
                 (size.splits, tokens, rows), x, dtype if size.splits == 1 else jnp.float32
@@ -160,7 +190,7 @@ def _call(encoding: str, dtype: np.dtype, size: ProductTiles, interpret: bool) -
             compiler_params=triton.CompilerParams(num_warps=size.warps, num_stages=2),
             interpret=interpret,
             name="maxjax_packed_matmul",
-        )(layer, x, blocks)
+        )(owner, x, blocks)
         return found[0] if size.splits == 1 else jnp.sum(found, axis=0).astype(dtype)
 
     return call
@@ -169,14 +199,15 @@ def _call(encoding: str, dtype: np.dtype, size: ProductTiles, interpret: bool) -
 def _few(
     encoding: str,
     size: ProductTiles,
+    each: int,
     shape: Any,
     rows: int,
-    layer: Any,
+    owner: Any,
     x: Any,
     blocks: Any,
     out: Any,
 ) -> None:
-    """One program: some rows of the weight, one by one, for some tokens.
+    """One program: some rows of the weight, one by one, for one group of tokens.
 
     All arrays have the shape [N, W] or [N], so that Triton keeps bytes and the activations that they are
     multiplied by in the same threads. Each thread has complete units: it scales the sum of each one once.
@@ -184,63 +215,71 @@ def _few(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    tokens, depth = shape
+    depth = shape[1]
     layout = _LAYOUTS[encoding]
+    group = pl.program_id(1)
+    number, first = owner[group], group * each
     row = [pl.program_id(0) * size.rows + i for i in range(size.rows)]
     width = layout.few
     column = jnp.arange(width, dtype=jnp.int32)
     count = _count(encoding, depth, width)
-    read = functools.partial(
-        _Units, encoding, width, count, count % size.units > 0, blocks, layer[0]
-    )
+    read = functools.partial(_Units, encoding, width, count, count % size.units > 0, blocks, number)
 
     def step(i: Any, sums: Any) -> Any:
-        number = i * size.units + jnp.arange(size.units, dtype=jnp.int32)
-        units = [read(jnp.minimum(one, rows - 1), number) for one in row]
+        place = i * size.units + jnp.arange(size.units, dtype=jnp.int32)
+        units = [read(jnp.minimum(one, rows - 1), place) for one in row]
         sums = list(sums)
         for parts in zip(*(layout.parts(one) for one in units), strict=True):
             place = (units[0].element + parts[0].first)[:, None] + column[None, :]
-            for t in range(tokens):
-                numbers = units[0].load(x.at[t, place], 1).astype(jnp.float32)
+            for t in range(each):
+                numbers = units[0].load(x.at[first + t, place], 1).astype(jnp.float32)
                 total = None if parts[0].least is None else jnp.sum(numbers, axis=1)
                 for r, part in enumerate(parts):
                     value = part.scale * jnp.sum(part.q * numbers, axis=1)
                     value = value if part.least is None else value - part.least * total
-                    sums[r * tokens + t] += value
+                    sums[r * each + t] += value
         return tuple(sums)
 
-    zeros = (jnp.zeros((size.units,), jnp.float32),) * (size.rows * tokens)
-    sums = jax.lax.fori_loop(0, -(-count // size.units), step, zeros)
-    first = pl.program_id(1)  # 0, which Pallas does not take as a constant here
+    zeros = (jnp.zeros((size.units,), jnp.float32),) * (size.rows * each)
+    sums = jax.lax.fori_loop(0, _steps(number, -(-count // size.units)), step, zeros)
+    split = pl.program_id(2)  # 0, which Pallas does not take as a constant here
     for place, one in enumerate(sums):
-        r, t = divmod(place, tokens)
+        r, t = divmod(place, each)
         value = jnp.sum(one).astype(out.dtype)
-        triton.store(out.at[first, first + t, row[r]], value, mask=row[r] < rows)
+        triton.store(out.at[split, first + t, row[r]], value, mask=row[r] < rows)
+
+
+def _steps(number: Any, count: int) -> Any:
+    """The number of steps over a row of the weight with an index; 0 if the index is negative."""
+    return jnp.where(number < 0, jnp.int32(0), jnp.int32(count))
 
 
 def _many(
     encoding: str,
     size: ProductTiles,
+    each: int,
     shape: Any,
     rows: int,
-    layer: Any,
+    owner: Any,
     x: Any,
     blocks: Any,
     out: Any,
 ) -> None:
-    """One program: a tile of rows of the weight, and one of tokens."""
+    """One program: a tile of rows of the weight, and one group of tokens."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     tokens, depth = shape
-    token = pl.program_id(0) * size.tokens + jnp.arange(size.tokens, dtype=jnp.int32)
+    group, own = pl.program_id(0), jnp.arange(size.tokens, dtype=jnp.int32)
+    number, token = owner[group], group * each + own
+    there = (own < each) & (token < tokens)
     row = pl.program_id(1) * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
-    own = jnp.minimum(token, tokens - 1)
+    known = jnp.minimum(token, tokens - 1)
     layout = _LAYOUTS[encoding]
     width, count = layout.many, _count(encoding, depth, layout.many)
     column = jnp.arange(size.units * width, dtype=jnp.int32)
     of_unit, column = jax.lax.div(column, width), jax.lax.rem(column, width)
-    where = blocks, layer[0], jnp.minimum(row, rows - 1)[:, None]
+    where = blocks, number, jnp.minimum(row, rows - 1)[:, None]
     read = functools.partial(_Units, encoding, width, count, count % size.units > 0, *where)
 
     def step(i: Any, sums: Any) -> Any:
@@ -248,17 +287,18 @@ def _many(
         flat = read(i * size.units + of_unit)  # the same units, each W times
         for part in layout.parts(units):
             weights = part.values().astype(x.dtype).reshape(size.rows, size.units * width)
-            place = x.at[own[:, None], (flat.element + part.first + column)[None, :]]
+            place = x.at[known[:, None], (flat.element + part.first + column)[None, :]]
             numbers = flat.load(place)
             sums = sums + dot(weights, numbers.T)  # [R, tokens]
         return sums
 
     steps = -(-count // size.units)
-    each = -(-steps // size.splits)
+    part = -(-steps // size.splits)
     split = pl.program_id(2)
     zeros = jnp.zeros((size.rows, size.tokens), jnp.float32)
-    sums = jax.lax.fori_loop(split * each, jnp.minimum((split + 1) * each, steps), step, zeros)
-    inside = (token < tokens)[:, None] & (row < rows)[None, :]
+    end = jnp.minimum((split + 1) * part, _steps(number, steps))
+    sums = jax.lax.fori_loop(split * part, end, step, zeros)
+    inside = there[:, None] & (row < rows)[None, :]
     place = out.at[split, token[:, None], row[None, :]]
     triton.store(place, sums.T.astype(out.dtype), mask=inside)
 
@@ -292,7 +332,7 @@ class _Units:
 
     Attributes:
         width: number of bytes of a unit, W.
-        thirty_two: index of the group of 32 packed bytes of its block that each unit is in ``[N]``.
+        group: index of the group of packed bytes of its block that each unit is in ``[N]``.
         within: offset of each unit's first byte in this group ``[N]``.
         offset: offset of each unit's first byte among all packed bytes of its block ``[N]``.
         element: index of each unit's first weight in the row ``[N]``.
@@ -303,13 +343,13 @@ class _Units:
     ):  # fmt: skip
         self.array, self.layer, self.row, self.width = array, layer, row, width
         layout, decoder = _LAYOUTS[encoding], decoder_of(encoding)
-        each = layout.nbytes // width
+        each, in_group = layout.nbytes // width, layout.group // width
         block, number = jax.lax.div(unit, each), jax.lax.rem(unit, each)
         self.start = block * decoder.nbytes
         # Triton sees that these are multiples of W, so that loads are wide.
-        self.thirty_two = jax.lax.div(number, 32 // width)
-        self.within, self.offset = jax.lax.rem(number, 32 // width) * width, number * width
-        self.element = block * decoder.elements + layout.weights * self.thirty_two + self.within
+        self.group = jax.lax.div(number, in_group)
+        self.within, self.offset = jax.lax.rem(number, in_group) * width, number * width
+        self.element = block * decoder.elements + layout.weights * self.group + self.within
         # No mask where all units exist, so that loads stay wide.
         self.there = unit < count if ragged else None
 
@@ -342,13 +382,13 @@ class _Units:
         """The float16 at offset ``at`` of each unit's block, as float32 ``[..., N]``."""
         return _half(self.byte(at) | self.byte(at + 1) << 8)
 
-    def head(self) -> list[Any]:
-        """The first 16 bytes of each unit's block, in one load: four int32 ``[..., N]``."""
-        column = jnp.arange(16, dtype=jnp.int32)
-        found = self.bytes(0, 16)
+    def words(self, at: int, count: int) -> list[Any]:
+        """The ``count`` words from offset ``at`` of each unit's block on, in one load: int32 ``[..., N]`` each."""
+        column = jnp.arange(4 * count, dtype=jnp.int32)
+        found = self.bytes(at, 4 * count)
         shifted = found << jnp.broadcast_to(8 * (column & 3), found.shape)
         word = jnp.broadcast_to(column >> 2, found.shape)
-        return [jnp.sum(jnp.where(word == i, shifted, 0), axis=-1) for i in range(4)]
+        return [jnp.sum(jnp.where(word == i, shifted, 0), axis=-1) for i in range(count)]
 
 
 def _float(bits: Any) -> Any:
@@ -379,6 +419,50 @@ def _q4_0(units: _Units) -> Parts:
     yield _UnitPart(16, _number(packed >> 4, 8), scale)
 
 
+def _q4_1(units: _Units) -> Parts:
+    scale, least, packed = units.half(0), -units.half(2), units.bytes(4 + units.offset)
+    yield _UnitPart(0, _number(packed & 15), scale, least)
+    yield _UnitPart(16, _number(packed >> 4), scale, least)
+
+
+def _fifth_bits(units: _Units, at: int, packed: Any) -> list[Any]:
+    """The codes of Q5_0 or Q5_1, low nibbles and high ones; bit i of a word is the fifth bit of weight i."""
+    (word,) = units.words(at, 1)
+    column = units.within[:, None] + jnp.arange(units.width, dtype=jnp.int32)[None, :]
+    high = word[..., None] >> jnp.broadcast_to(column, packed.shape)
+    return [packed & 15 | (high & 1) << 4, packed >> 4 | (high >> 16 & 1) << 4]
+
+
+def _q5_0(units: _Units) -> Parts:
+    scale, packed = units.half(0), units.bytes(6 + units.offset)
+    for i, q in enumerate(_fifth_bits(units, 2, packed)):
+        yield _UnitPart(16 * i, _number(q, 16), scale)
+
+
+def _q5_1(units: _Units) -> Parts:
+    scale, least, packed = units.half(0), -units.half(2), units.bytes(8 + units.offset)
+    for i, q in enumerate(_fifth_bits(units, 4, packed)):
+        yield _UnitPart(16 * i, _number(q), scale, least)
+
+
+def _iq4(packed: Any, scale: Any) -> Parts:
+    for i, q in enumerate((packed & 15, packed >> 4)):
+        low, high = (jnp.where(q & 4 > 0, _IQ4[n + 1], _IQ4[n]) for n in (0, 2))
+        word = jnp.where(q & 8 > 0, high, low)
+        yield _UnitPart(16 * i, _number(word >> ((q & 3) << 3) & 255, 127), scale)
+
+
+def _iq4_nl(units: _Units) -> Parts:
+    yield from _iq4(units.bytes(2 + units.offset), units.half(0))
+
+
+def _iq4_xs(units: _Units) -> Parts:
+    first, low = units.words(0, 2)  # d and the high bits of the scales, and their low bits
+    shift = jnp.broadcast_to(units.group, low.shape)
+    step = low >> 4 * shift & 15 | (first >> 16 + 2 * shift & 3) << 4
+    yield from _iq4(units.bytes(8 + units.offset), _half(first & 0xFFFF) * _number(step, 32))
+
+
 def _mxfp4(units: _Units) -> Parts:
     e = units.byte(0)
     # The table has twice the values of E2M1, so the scale is 2^(e - 128): two factors, neither of them subnormal.
@@ -393,10 +477,10 @@ def _mxfp4(units: _Units) -> Parts:
 
 def _two_groups(units: _Units) -> list[tuple[Any, Any]]:
     """Scale and minimum of the two groups of 32 bytes of Q4_K or Q5_K, ``[..., N]`` each."""
-    halves, *words = units.head()
+    halves, *words = units.words(0, 4)
     d, least = _half(halves & 0xFFFF), _half((halves >> 16) & 0xFFFF)
     found = []
-    for j in (2 * units.thirty_two, 2 * units.thirty_two + 1):
+    for j in (2 * units.group, 2 * units.group + 1):
         shift = jnp.broadcast_to(8 * (j & 3), d.shape)
         a, b, c = (word >> shift for word in words)
         early = jnp.broadcast_to(j < 4, d.shape)
@@ -414,7 +498,7 @@ def _q4_k(units: _Units) -> Parts:
 
 def _q5_k(units: _Units) -> Parts:
     packed, high = units.bytes(48 + units.offset), units.bytes(16 + units.within)
-    high = high >> (2 * units.thirty_two).reshape(*(1,) * (high.ndim - 2), -1, 1)
+    high = high >> (2 * units.group).reshape(*(1,) * (high.ndim - 2), -1, 1)
     for i, (scale, least) in enumerate(_two_groups(units)):
         q = ((packed >> 4 * i) & 15) | ((high >> i) & 1) << 4
         yield _UnitPart(32 * i, _number(q), scale, least)
@@ -422,7 +506,7 @@ def _q5_k(units: _Units) -> Parts:
 
 def _q6_k(units: _Units) -> Parts:
     # Each half of a block has four parts of 32 weights, of which a unit has a few each.
-    half, within = units.thirty_two, units.within
+    half, within = units.group, units.within
     d = units.half(208)
     low = [units.bytes(64 * half + within + 32 * i) for i in range(2)]
     high = units.bytes(128 + units.offset)
@@ -440,8 +524,9 @@ class _Layout(NamedTuple):
         few: W for few tokens: 16 if all blocks begin at a multiple of 16 bytes, so that a thread loads a
             unit at once, otherwise 8.
         many: W for more tokens.
-        weights: number of weights from the start of one group of 32 bytes to the next; 0 if there is one.
+        weights: number of weights from the start of one group of bytes to the next; 0 if there is one.
         parts: function that yields the weights of units, in parts.
+        group: number of bytes in a group; units of a group have neighbouring weights.
     """
 
     nbytes: int
@@ -449,6 +534,7 @@ class _Layout(NamedTuple):
     many: int
     weights: int
     parts: Callable[[_Units], Parts]
+    group: int = 32
 
 
 _LAYOUTS = {
@@ -458,6 +544,11 @@ _LAYOUTS = {
     "Q5_K": _Layout(128, 16, 32, 64, _q5_k),
     "Q6_K": _Layout(64, 8, 8, 128, _q6_k),
     "MXFP4": _Layout(16, 8, 8, 0, _mxfp4),
+    "Q4_1": _Layout(16, 8, 8, 0, _q4_1),
+    "Q5_0": _Layout(16, 8, 8, 0, _q5_0),
+    "Q5_1": _Layout(16, 8, 8, 0, _q5_1),
+    "IQ4_NL": _Layout(16, 8, 8, 0, _iq4_nl),
+    "IQ4_XS": _Layout(128, 8, 8, 32, _iq4_xs, 16),
 }
 
 

@@ -33,6 +33,7 @@ from ...kernels.block_matmul import block_matmul
 from ...kernels.format_product import format_block_matmul
 from ...kernels.grouped import grouped_matmul
 from ...kernels.operation import same_varying
+from ...kernels.packed_product import packed_block_matmul
 from ...kernels.stack_slice import slice_of
 from ..activation import activation
 from ..linear import gated
@@ -208,9 +209,9 @@ def few_choices(
     """Runs the expert of each of the N k choices: only the weights of chosen experts are read.
 
     Args:
-        by_rows: whether to multiply and sum instead of calling a matmul. XLA for GPUs fuses this with
-            the slice of the expert from the stack, which it otherwise copies; XLA for TPUs fuses
-            the matmul with the slice.
+        by_rows: whether to multiply and sum instead of calling a matmul, for weights that are not quantised. XLA
+            for GPUs fuses this with the slice of the expert from the stack, which it otherwise copies; XLA
+            for TPUs fuses the matmul with the slice.
         some: whether some indices may mean no expert; for these, no weights are read.
     """
     count, k = chosen.shape
@@ -247,9 +248,7 @@ def _expert_by_rows(kind: Kind, x: jax.Array, weights: ExpertWeights) -> jax.Arr
 
 
 def _row_product(x: jax.Array, w: Any) -> jax.Array:
-    """``kernels.matmul`` of one row ``[1, in]``, as multiplication and sum if the weight is not quantised."""
-    if isinstance(w, PACKED):  # its kernel reads from the stack in place
-        return matmul(x, w)
+    """``kernels.matmul`` of one row ``[1, in]``, as multiplication and sum."""
     dtype = promote(x.dtype, w.dtype).np
     wide = jnp.float32 if dtype.itemsize < 4 else dtype
     matrix = jnp.asarray(w).astype(dtype).astype(wide)
@@ -411,15 +410,20 @@ def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExp
     found, many = stacked(experts), count_of(experts)
 
     def product(x: jax.Array, w: Any) -> jax.Array:
+        firsts: list[Any] = []
+
+        def whole(leaf: Any) -> jax.Array:
+            stack, first = _all_layers(leaf)
+            firsts.append(first)
+            return stack
+
+        w = w.each(whole) if isinstance(w, PACKED) else whole(w)
+        places = jnp.where(owner < many, owner + firsts[0], -1)
         if isinstance(w, QuantTensors):
-            stacks = {name: _all_layers(a) for name, a in w.tensors.items()}
-            first = next(first for _, first in stacks.values())
-            places = jnp.where(owner < many, owner + first, -1)
-            tensors = {name: a for name, (a, _) in stacks.items()}
-            return format_block_matmul(x, w.layout, tensors, places)
+            return format_block_matmul(x, w.layout, w.tensors, places)
+        if isinstance(w, QuantArray):
+            return packed_block_matmul(x, w.blocks, places, w.encoding)
         dtype = promote(x.dtype, w.dtype).np
-        w, first = _all_layers(w)
-        places = jnp.where(owner < many, owner + first, -1)
         return block_matmul(x.astype(dtype), w.astype(dtype), places)
 
     given = [product(rows, w) for w in found.inputs]

@@ -12,7 +12,8 @@ TPU and others   each choice, a matmul           up to 128 tokens all experts at
                                                  grouped matmul
 ===============  ==============================  ================================================
 
-Quantised experts use the kernel of their format, for each choice or for blocks of rows.
+Quantised experts use the kernel of their format, for each choice or for blocks of rows; on NVIDIA GPUs always one
+kernel for all blocks, which have one row if there are few choices and weights are in ggml's blocks.
 
 Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
@@ -31,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...graph.placement.arrays import on_mesh, specs_within
 from ...graph.placement.specs import axis_of, batch_axes, split_over
+from ...kernels import QuantArray
 from .algorithms import (
     CPU_ROWS,
     GPU_ROWS,
@@ -214,13 +216,13 @@ def _on_cpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExp
 
 def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts) -> jax.Array:
     found, kind = stacked(experts), options.kind
-    # The kernels of ggml's blocks have no form for blocks of rows with several weights.
-    by_kernel = has_tensors(found) or not found.is_packed
-    if _is_few(chosen, found) and not has_tensors(found):
+    is_few = _is_few(chosen, found)
+    if is_few and not found.is_packed:
         return few_choices(kind, x, chosen, shares, found, by_rows=True, some=options.some)
-    return in_blocks(
-        kind, x, chosen, shares, found, rows=GPU_ROWS, by_kernel=by_kernel, taken=False
-    )
+    # For single rows, weights in ggml's blocks have a faster kernel.
+    is_single = is_few and all(isinstance(w, QuantArray) for w in found.matrices)
+    rows = (1 if is_single else GPU_ROWS[0], GPU_ROWS[1])
+    return in_blocks(kind, x, chosen, shares, found, rows=rows, by_kernel=True)
 
 
 def _elsewhere(
