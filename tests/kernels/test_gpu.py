@@ -12,7 +12,7 @@ from maxjax.kernels import QuantArray, StackSlice
 from maxjax.kernels import attention as door
 from maxjax.kernels.attention import causal_attention
 from maxjax.kernels.block_matmul import block_matmul
-from maxjax.kernels.blocks import decode
+from maxjax.kernels.blocks import DECODERS, decode
 from tests.kernels.decode_reference import OPTIONS, check, check_int8, narrowed, operands
 from tests.kernels.gpu.test_attention import CASES, reference, seen
 from tests.kernels.gpu.test_attention import ROUNDING as ROUNDING_OF_MANY
@@ -101,7 +101,7 @@ def test_attention_of_many_tokens(which, dtype, monkeypatch):
     assert (np.abs(got - exact) <= 4 * ROUNDING_OF_MANY[dtype] * size).all()
 
 
-@pytest.mark.parametrize("encoding", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("encoding", DECODERS)
 @pytest.mark.parametrize(
     ("dtype", "tokens"),
     [("float32", 1), ("float16", 3), *(("bfloat16", n) for n in (1, 4, 5, 37, 200))],

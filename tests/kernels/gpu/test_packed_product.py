@@ -18,8 +18,6 @@ from tests.xla import IS_OPTIMISED
 
 # Rows and columns: a row that is one block of each encoding, and sizes that divide by nothing.
 SIZES = [(24, 256), (7, 768), (65, 2304)]
-# The others are dequantised in chunks.
-KERNELS = ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"]
 UNITS = {"float32": 2.0**-20, "bfloat16": 2.0**-7, "float16": 2.0**-9}
 needs_triton = pytest.mark.skipif(
     jax.__version__ >= "0.11", reason="it lowers Triton only for devices it knows"
@@ -34,7 +32,7 @@ def operands(name, size, tokens, dtype):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("dtype", "tokens"),
@@ -42,7 +40,7 @@ def operands(name, size, tokens, dtype):
 )
 def test_the_kernel(name, size, tokens, dtype):
     x, stack, exact = operands(name, size, tokens, dtype)
-    assert not gpu.lacks(name, x.dtype, x, stack)
+    assert not gpu.lacks(x.dtype, x, tokens, stack)
     got = gpu.kernel(name, x.dtype, x, stack, jnp.int32(1), interpret=True)
     assert got.dtype == dtype and got.shape == (tokens, size[0])
     close(got, x, exact, unit=UNITS[dtype])
@@ -53,10 +51,33 @@ def test_the_kernel(name, size, tokens, dtype):
     np.testing.assert_allclose(got, alone, rtol=0, atol=apart)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", DECODERS)
 def test_many_tokens_in_float32_have_no_kernel(name):
     x, stack, _ = operands(name, SIZES[0], gpu.FEW + 1, "float32")
-    assert "float32, more than 4" in gpu.lacks(name, x.dtype, x, stack)
+    assert "float32, more than 4" in gpu.lacks(x.dtype, x, len(x), stack)
+
+
+def test_more_tokens_than_a_program_multiplies():
+    x, stack, exact = operands("Q8_0", SIZES[0], 150, "bfloat16")
+    got = gpu.kernel("Q8_0", x.dtype, x, stack, jnp.int32(1), interpret=True)
+    close(got, x, exact, unit=UNITS["bfloat16"])
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32])
+def test_groups_of_tokens_with_several_weights(name, tokens):
+    """By the kernel, and by the definition that other platforms run."""
+    size, owner = (40, 512), np.array([1, 0, -1, 1], np.int32)
+    raw = jnp.asarray(np.stack([blocks(name, *size, seed) for seed in range(2)]))
+    x = np.random.default_rng(1).standard_normal((4, tokens, size[1]))
+    x = jnp.asarray(x, jnp.bfloat16)
+    by_kernel = gpu.group_kernel(name, x.dtype, x, raw, jnp.asarray(owner), interpret=True)
+    for got in (by_kernel, packed_product.packed_block_matmul(x, raw, jnp.asarray(owner), name)):
+        assert got.shape == (4, tokens, size[0]) and got.dtype == x.dtype
+        for i in (0, 1, 3):
+            exact = reference(name, np.asarray(raw[owner[i]])).astype(np.float64)
+            close(got[i], x[i], exact, unit=UNITS["bfloat16"])
 
 
 @pytest.mark.sampled(6)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxjax.kernels import QuantArray, StackSlice
+from maxjax.kernels.blocks import DECODERS
 from maxjax.nn.moe import algorithms as module
 from maxjax.nn.moe.algorithms import ExpertWeights
 from maxjax.nn.moe.experts import mixture
@@ -289,6 +290,50 @@ def test_slices_of_stacks_and_packed_weights():
     decoded = [e.each(jnp.asarray) for e in packed]
     found, same = (run(x, chosen, shares, e) for e in (packed, decoded))
     np.testing.assert_allclose(found, same, rtol=1e-5, atol=1e-4)
+
+
+def packed_in(encoding, e=256, f=512, count=4):
+    """Experts in ggml's blocks, and each of them dequantised."""
+    rng = np.random.default_rng(0)
+    shapes = ((count, f, e), (count, f, e), (count, e, f))
+    packed = [
+        QuantArray(encode(encoding, rng.normal(0, 0.1, shape).astype(np.float32)), encoding)
+        for shape in shapes
+    ]
+    dense = [np.asarray(w) for w in packed]
+    return packed, [ExpertWeights(*(w[i] for w in dense)) for i in range(count)]
+
+
+@pytest.mark.parametrize("encoding", ["MXFP4", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("rows", [(1, 128), module.GPU_ROWS])
+@pytest.mark.parametrize("n", [1, 20])
+def test_packed_experts_as_gpus_run_them(encoding, rows, n):
+    """All blocks of rows in one operation, whose definition runs on a CPU; choices of 3 mean no expert."""
+    packed, experts = packed_in(encoding)
+    x, chosen, shares = tokens_of(n, 4, 2, e=256)
+    chosen[0, 0] = 3
+    expected = in_float64(x, chosen, np.where(chosen < 3, shares, 0), experts)
+    first_three = ExpertWeights(*(w.each(lambda a: a[:3]) for w in packed))
+    run = functools.partial(module.in_blocks, "silu", rows=rows, by_kernel=True)
+    for wrap in (jnp.asarray, lambda a: StackSlice(jnp.stack([a * 0, a]), 1)):
+        given = ExpertWeights(*(w.each(wrap) for w in first_three.matrices))
+        found = jax.jit(run)(x, chosen, shares, given)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.skipif(jax.__version__ >= "0.11", reason="it lowers Triton only for devices it knows")
+@pytest.mark.parametrize(("n", "encoding"), [(2, "Q4_K"), (2, "IQ4_XS"), (40, "MXFP4")])
+def test_packed_experts_have_one_kernel_for_each_projection(n, encoding):
+    decoder = DECODERS[encoding]
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    blocks = lambda out, depth: QuantArray(
+        shape(np.uint8, 8, out, depth // decoder.elements * decoder.nbytes), encoding
+    )
+    experts = ExpertWeights(blocks(512, 256), blocks(512, 256), blocks(256, 512))
+    given = shape(jnp.bfloat16, n, 256), shape(np.int32, n, 2), shape(np.float32, n, 2)
+    run = jax.jit(functools.partial(mixture, kind="silu")).trace(*given, experts)
+    text = run.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 3 and "stablehlo.while" not in text
 
 
 def test_weights_of_different_types():
