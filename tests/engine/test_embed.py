@@ -160,7 +160,7 @@ def test_truncated_vectors(small):
             UserInputError, match="truncate_dim is .*: it must be an integer of at least 1"
         ):
             maxjax.embed(*small, texts, truncate_dim=wrong)
-    with pytest.raises(UserInputError, match="truncate_dim=65 must be from 1 to 64"):
+    with pytest.raises(UserInputError, match="truncate_dim=65.*1.*64"):
         maxjax.embed(*small, texts, truncate_dim=whole.shape[1] + 1)
 
 
@@ -232,7 +232,7 @@ def test_lower_case(small):
 
 def test_a_text_that_is_too_long_is_refused_with_both_numbers(small):
     text = " ".join(["time"] * 255)
-    with pytest.raises(UserInputError, match=r"texts\[1\] has 257 tokens and the model takes 256"):
+    with pytest.raises(UserInputError, match=r"texts\[1\].*257.*256"):
         embed(*small, ["a", text])
     cut = embed(*small, [text], truncate=True)
     np.testing.assert_allclose(cut, embed(*small, [text[:-5]]), atol=1e-6)

@@ -195,7 +195,7 @@ def test_only_the_logits_of_masks_are_computed(loaded):
 
 def test_invalid_arguments_of_fill_mask(loaded):
     _, model, tokenizer = loaded("bert", "MaskedLM")
-    with pytest.raises(UserInputError, match=r"texts\[1\] has no mask token \(\[MASK\]\)"):
+    with pytest.raises(UserInputError, match=r"texts\[1\].*\(\[MASK\]\)"):
         maxjax.fill_mask(model, tokenizer, ["[MASK]", "a"])
     with pytest.raises(
         UserInputError, match=r"texts\[0\] has \d+ tokens and the model takes 70: shorten it"
@@ -353,9 +353,9 @@ def test_invalid_arguments_of_answer(loaded):
         maxjax.answer(model, tokenizer, ["a", ""], ["b", "c"])
     with pytest.raises(UserInputError, match="pair 0 has"):
         maxjax.answer(model, tokenizer, LONG[0], "the cat")
-    with pytest.raises(UserInputError, match="max_length=71, and the model takes 70"):
+    with pytest.raises(UserInputError, match="max_length=71.*70"):
         maxjax.answer(model, tokenizer, "a", "b", max_length=71)
-    with pytest.raises(UserInputError, match="max_length must be at least 4, not 3"):
+    with pytest.raises(UserInputError, match="max_length.*4.*3"):
         maxjax.answer(model, tokenizer, "a", "b", max_length=3)
     with pytest.raises(UserInputError, match="stride must be an int, not '8'"):
         maxjax.answer(model, tokenizer, "a", "b", stride="8")
@@ -363,7 +363,7 @@ def test_invalid_arguments_of_answer(loaded):
         UserInputError, match="stride must be from 0 to 16, not 17: max_length is 20"
     ):
         maxjax.answer(model, tokenizer, "a", "b", stride=17, max_length=20)
-    with pytest.raises(TypeError, match="argument 'top_k'; it takes max_answer_len, "):
+    with pytest.raises(TypeError, match="'top_k'.*max_answer_len"):
         maxjax.answer(model, tokenizer, "a", "b", top_k=2)
     with pytest.raises(TypeError, match="did you mean max_length="):
         maxjax.answer(model, tokenizer, "a", "b", max_seq_len=50)

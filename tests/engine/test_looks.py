@@ -192,7 +192,7 @@ def test_what_cannot_be_looked_at_says_so():
     for wrong in ("x", 3, {}, None, [1, 2], print):
         with pytest.raises(TypeError):
             maxjax.look(wrong)
-    with pytest.raises(ValueError, match=r"look\(\) is for use outside of jax.jit"):
+    with pytest.raises(ValueError, match=r"look\(\).*jax.jit"):
         jax.jit(lambda x: maxjax.look(x))(jnp.ones(2))
     gone = jnp.ones(2)
     gone.delete()

@@ -67,9 +67,9 @@ def test_stores_outside_of_a_graph():
 
 def test_what_a_buffer_does_not_store():
     buffer = BufferValue(jnp.zeros(3))
-    with pytest.raises(ValueError, match="a buffer of float32 cannot store int32"):
+    with pytest.raises(ValueError, match="float32.*int32"):
         buffer.store(jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=r"a tensor of shape \[2\] where it has \[3\]"):
+    with pytest.raises(ValueError, match=r"\[2\].*\[3\]"):
         buffer.store(jnp.zeros(2))
     with pytest.raises(ValueError, match=r"shape \[3\] where it has \[2\]"):
         buffer[:2] = jnp.zeros(3)

@@ -105,11 +105,9 @@ def test_what_is_said():
         match=r"index 7 is outside axis 0 of a tensor of shape \(6, 5\), which is 6 long",
     ):
         x[7]
-    with pytest.raises(
-        ValueError, match="300 does not fit in uint8, which holds 0 to 255; cast the tensor first"
-    ):
+    with pytest.raises(ValueError, match="300.*uint8.*0.*255"):
         u * 300
-    with pytest.raises(ValueError, match=r"4097 would be rounded in float16; write 4097.0"):
+    with pytest.raises(ValueError, match=r"4097.*float16.*4097.0"):
         x.cast("float16") * 4097
     with pytest.raises(ValueError, match=r"shapes \(6, 5\) and \(6, 5\) do not fit"):
         x @ x

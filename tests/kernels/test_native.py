@@ -138,7 +138,7 @@ def test_no_library(make, says, other_library, tmp_path, caplog):
     assert re.search(says, caplog.messages[0])
     assert native.levels() == [] and native.status().startswith("jnp (the CPU kernels")
     assert environment.environment()["kernels"] == {"CPU": native.status()}
-    with pytest.raises(ValueError, match="no CPU kernels of level 'portable'; it has none"):
+    with pytest.raises(ValueError, match="CPU.*'portable'"):
         with native.level("portable"):
             pass
 

@@ -68,9 +68,7 @@ def test_patches_in_a_block(model):
     assert not np.any(c["layers.1.mlp"]) and np.any(c["layers.2.mlp"])
     np.testing.assert_array_equal(model(IDS), plain)
     with maxjax.patch(model, {"layers.1.mlp": jnp.zeros(3)}):
-        with pytest.raises(
-            UserInputError, match=r"float32\[2,5,16\], and the patch is float32\[3\]"
-        ):
+        with pytest.raises(UserInputError, match=r"float32\[2,5,16\].*float32\[3\]"):
             model(IDS)
         warnings.simplefilter("ignore")  # that it was not used
     np.testing.assert_array_equal(model(IDS), plain)

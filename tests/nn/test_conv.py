@@ -127,7 +127,7 @@ def test_what_is_refused():
         init(nn.Conv1D(5, 4, 6, "float32", padding=1, permute=True), jax.random.key(0))(
             jnp.ones((1, 4, 2))
         )
-    with pytest.raises(ValueError, match="padding is one number or 2, not 'same'"):
+    with pytest.raises(ValueError, match="2.*'same'"):
         nn.Conv2d(3, 4, 6, "float32", padding="same")
     with pytest.raises(ValueError, match=r"stride must be positive, not \(1, 0\)"):
         nn.Conv2d(3, 4, 6, "float32", stride=(1, 0))

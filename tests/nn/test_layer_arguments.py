@@ -80,7 +80,7 @@ def test_has_bias_keeps_its_position():
     assert biases(nn.Linear(3, 2, "float32", CPU, True)) == ["bias"]
     assert len(biases(nn.MLP("float32", None, 3, 4, [CPU], nn.Linear, True))) == 3
     assert biases(nn.LayerNorm(3, [CPU], "float32", 1e-5, False)) == []
-    with pytest.raises(TypeError, match="has_bias=True and bias=False are two names"):
+    with pytest.raises(TypeError, match="has_bias=True.*bias=False"):
         nn.Linear(3, 2, "float32", CPU, True, bias=False)
 
 

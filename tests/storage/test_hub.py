@@ -251,7 +251,7 @@ def test_a_revision_that_is_none(cache, revision):
 
 
 def test_two_revisions(cache):
-    with pytest.raises(UserInputError, match="the name says revision 'a', but revision='b'"):
+    with pytest.raises(UserInputError, match="'a'.*revision='b'"):
         find_model("org/name@a", "b")
 
 
@@ -330,7 +330,7 @@ def test_the_settings_of_huggingface_hub(hub, cache, tmp_path, monkeypatch):
 
 
 def test_a_file_that_is_not_the_one_of_the_name(tmp_path):
-    with pytest.raises(UserInputError, match="the name says file 'a.gguf', but filename='b.gguf'"):
+    with pytest.raises(UserInputError, match="'a.gguf'.*filename='b.gguf'"):
         maxjax.load("org/name/a.gguf", filename="b.gguf")
     (tmp_path / "a.gguf").touch()
     with pytest.raises(UserInputError, match="filename='b.gguf' is given, and .* is a file"):

@@ -422,9 +422,7 @@ def test_sizes_of_jax_export_and_names_together(path):
     with pytest.raises(ValueError, match="(?i)argument|polymorphic"):
         program({}, x, y[:3], z)
     export(calling(lambda x, y: (x, y)), (sds(n), sds(n * 2)), path)
-    with pytest.raises(
-        ValueError, match=r"argument 1 must be float32\[2\*n\] with n=2, not float32\[7\]"
-    ):
+    with pytest.raises(ValueError, match=r"1.*float32\[2\*n\].*n=2.*float32\[7\]"):
         load_exported(path)({}, x, y)
 
 
@@ -743,7 +741,7 @@ def test_what_is_no_spec(path, spec, error, says):
 def test_what_cannot_be_exported(path):
     with pytest.raises(TypeError, match=r"export\(\) takes a Module, not function"):
         export(lambda x: x, sds(2), path)
-    with pytest.raises(ValueError, match="vjp_order is -1: it must be an integer of at least 0"):
+    with pytest.raises(ValueError, match="vjp_order.*-1.*0"):
         export(linear(), sds(2, 4), path, vjp_order=-1)
     for wrong in ("gpu", ("cpu", "metal"), ()):
         with pytest.raises(ValueError, match="platforms must be among cpu, cuda, rocm, tpu, not"):
@@ -846,9 +844,7 @@ def test_a_program_of_64_bits(path):
         state = {"weight": np.eye(4)}
         program = load_exported(path)
         assert bits(program(state, X.astype(np.float64))) == bits(X.astype(np.float64))
-    with pytest.raises(
-        ValueError, match="exported with jax_enable_x64, for float64: set jax_enable_x64"
-    ):
+    with pytest.raises(ValueError, match="jax_enable_x64.*float64.*jax_enable_x64"):
         load_exported(path)(state, X.astype(np.float64))
 
 

@@ -75,7 +75,7 @@ def test_arguments_that_no_text_can_have(model):
     size = model.config.vocab_size
     with pytest.raises(UserInputError, match=f"eos_ids has the token id {size}, which is outside"):
         maxjax.generate(model, chat, "a", eos_ids=[1, size])
-    with pytest.raises(UserInputError, match="stop has 5000000 characters; the limit is 65536"):
+    with pytest.raises(UserInputError, match="5000000.*65536"):
         maxjax.generate(model, chat, "a", stop="x" * 5_000_000)
 
 

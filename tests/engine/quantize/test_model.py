@@ -229,9 +229,7 @@ def test_importance_weighs_the_errors():
     expected = encode("Q4_K", np.asarray(model.weight.value), importance=importance)
     np.testing.assert_array_equal(np.asarray(quantised.weight.value), expected)
     for wrong in (np.ones(255), -importance, np.full(256, np.nan), "text"):
-        with pytest.raises(
-            UserInputError, match="importance of weight 'weight' must be 256 numbers"
-        ):
+        with pytest.raises(UserInputError, match="'weight'.*256"):
             maxjax.quantize(model, "q4_k", importance={"weight": wrong})
 
 

@@ -86,7 +86,7 @@ def test_where():
 def test_float_widths_meet_in_the_wider():
     half, brain = np.float16([1.5]), ml_dtypes.bfloat16(1.5) * np.ones(1, ml_dtypes.bfloat16)
     assert ops.add(half, A).dtype == np.float32
-    with pytest.raises(ValueError, match="unsafe cast: neither of float16 and bfloat16"):
+    with pytest.raises(ValueError, match="float16.*bfloat16"):
         ops.add(half, brain)
     assert ops.mul(brain, 2).dtype == ml_dtypes.bfloat16
     assert ops.mul(half, np.float64(0.5)).dtype == np.float16

@@ -903,7 +903,7 @@ def test_two_variables_of_one_path_are_refused():
 
 def test_a_numpy_variable_of_64_bits_takes_no_values_that_jax_cannot_hold():
     module = nnx.Dict({"a": nnx.Variable(np.zeros(2, np.int64))})
-    with pytest.raises(CheckpointMismatchError, match="'a' is DType.int64 and must be DType.int32"):
+    with pytest.raises(CheckpointMismatchError, match="'a'.*DType.int64.*DType.int32"):
         load(module, {"a": np.array([1 << 40, 2])})
     with pytest.raises(CheckpointMismatchError, match="do not fit int32"):
         load(module, {"a": np.array([1 << 40, 2])}, cast=True)

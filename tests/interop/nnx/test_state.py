@@ -165,7 +165,7 @@ def test_names_that_no_tree_can_hold():
         def __call__(self):
             return self.a
 
-    with pytest.raises(UserInputError, match="'w' is a weight, and 'w.scale' is inside it"):
+    with pytest.raises(UserInputError, match="'w'.*'w.scale'"):
         to_state(Odd())
 
 

@@ -97,9 +97,7 @@ def test_what_is_out_of_order():
     with pytest.raises(NotImplementedError, match="ep_combine_async .*ep_combine_all"):
         one.ep_combine(TOKENS[0], IDS[0], 0)
     one.ep_dispatch_async(TOKENS[0], IDS[0], 0)
-    with pytest.raises(
-        RuntimeError, match=r"\[1\] did not send any: call ep_dispatch_async for each"
-    ):
+    with pytest.raises(RuntimeError, match=r"\[1\].*ep_dispatch_async"):
         one.ep_dispatch_wait(0)
     with pytest.raises(RuntimeError, match="experts of device 0 have no rows"):
         one.ep_combine_async(TOKENS[0], 0)
@@ -107,7 +105,7 @@ def test_what_is_out_of_order():
     with pytest.raises(ValueError, match="one for each row of ep_dispatch_wait, 4, not 2"):
         one.ep_combine_async(TOKENS[0], 0)
     one.ep_combine_async(found[0][0], 0)
-    with pytest.raises(RuntimeError, match=r"\[1\] did not send any: call ep_combine_async"):
+    with pytest.raises(RuntimeError, match=r"\[1\].*ep_combine_async"):
         one.ep_combine_wait(IDS[0], 0)
     one.ep_combine_async(found[1][0], 1)
     with pytest.raises(ValueError, match=r"\[2, 2\] as topk_ids is, not \[1, 2\]"):
