@@ -96,8 +96,9 @@ class Mixture(NamedTuple):
             >>> Mixture(experts=16, local=2, chosen=2, tokens=4, width=4).share_of_blocks(8, 1)
             0.125
         """
-        most = blocks * rows - (self.local - 1) * (rows - 1)
-        tokens = min(self.tokens, most // self.chosen) or self.tokens
+        # As many choices have so many blocks in the worst case; never are they fewer than blocks.
+        choices = max(blocks, blocks * rows - (self.local - 1) * (rows - 1))
+        tokens = min(self.tokens, choices // self.chosen) or self.tokens
         used = self.local * expected_blocks(tokens, self.chosen / self.experts, rows)
         return min(1.0, used / blocks)
 
