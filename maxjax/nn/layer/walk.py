@@ -6,7 +6,7 @@ The parts of a layer are the layers that ``shard`` returns; they are views of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -292,39 +292,37 @@ class _View(NamedTuple):
     within: bool
 
 
-def _is_view(module: Any) -> bool:
-    """Whether the Module is a part of a layer, or a list that contains only parts."""
-    if "_mx_source" in vars(module):
-        return not any(below._mx_weights for below in _below(module))
-    if not module._mx_is_container or module._mx_weights:
-        return False
-    children = module._mx_children.values()
-    return bool(children or module._mx_shards) and all(
-        _is_view(child) or _is_part(child) for child in children
-    )
+def _is_view(item: Any, in_list: bool = False) -> bool:
+    """Whether an item holds no weights of its own, but is a part of a layer, or a list of parts.
 
-
-def _is_part(module: Any) -> bool:
-    """Whether an item of a list was created by a user-written ``shard`` method.
-
-    Such an item has shards instead of weights. A layer that holds a list of parts is not a part.
+    The parts that a user-written ``shard`` method has made are known by the shards in them, and only as items of
+    a list. A layer that holds a list of parts is not a part.
     """
-    below = _below(module)
-    return not any(one._mx_weights for one in below) and any(
-        one._mx_shards and not one._mx_is_container for one in below
-    )
+    if isinstance(item, Weight):
+        return True
+    is_copy = "_mx_source" in vars(item)  # shard() has made it
+    if not (is_copy or item._mx_is_container or in_list):
+        return False
+    if any(module._mx_weights for module in _below(item)):
+        return False
+    if is_copy:
+        return True
+    items = [*item._mx_children.values(), *item._mx_shards.values()]
+    if item._mx_is_container and items and all(_is_view(one, in_list=True) for one in items):
+        return True
+    return in_list and any(m._mx_shards and not m._mx_is_container for m in _below(item))
 
 
-def _below(module: Any) -> list[Any]:
+def _below(module: Any) -> Iterator[Any]:
     """This Module and all Modules in it, without the contents of parts of other layers."""
     found, seen = [module], {id(module)}
     for one in found:  # grows while it runs
+        yield one
         for child in one._mx_children.values():
             other = "_mx_source" in vars(child) and "_mx_source" not in vars(module)
             if id(child) not in seen and not other:
                 seen.add(id(child))
                 found.append(child)
-    return found
 
 
 class _Owners:
@@ -349,7 +347,10 @@ class _Owners:
                 self.walk.enter(source, f"{prefix}{attr}.", f"{path}{attr}.", within)
         elif item._mx_is_container:
             items = {**item._mx_children, **item._mx_shards}
-            one = _are_of_one(list(items.values()))
+            origins = [_origins(part) for part in items.values()]
+            one = all(
+                found & origins[0] for found in origins
+            )  # all parts are of the same layer or Weight
             for i, part in items.items():
                 inner = (
                     view if one else _View(item, attr, f"{prefix}{attr}.", f"{path}{attr}.", within)
@@ -378,12 +379,6 @@ class _Owners:
 def source_of(item: Any) -> Any:
     """The original layer of a part, if it is known."""
     return vars(item).get("_mx_source")
-
-
-def _are_of_one(items: list[Any]) -> bool:
-    """Whether all items are parts of the same layer, or shards of the same Weight."""
-    of = [_origins(item) for item in items]
-    return all(origins & of[0] for origins in of)
 
 
 def _origins(item: Any) -> set[int]:
