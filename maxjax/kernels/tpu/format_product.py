@@ -3,13 +3,17 @@
 A program widens a tile of the stored numbers in its registers, scales it and multiplies it by a block of rows.
 The kernel takes stacks, and for each block the index of its weight, so that nothing is copied out of a stack.
 
-Numbers of a few bits are stored in words, of P numbers each. Instead of putting the numbers of a tile in order,
-which registers cannot do quickly, the kernel takes the P *planes* of the words one after the other: plane p has
+Numbers of a few bits are stored in words, or bytes, of P numbers each. Instead of putting the numbers of a tile in
+order, which registers cannot do quickly, the kernel takes the P *planes* of the words one after the other: plane p has
 number p of each word. If words hold consecutive columns, the columns of the activations are divided into planes as
 well; if they hold rows of the weight, the result is.
 
 Every format becomes ``number · scale + offset``, with one scale and offset for each row and group of columns.
-These are small, so XLA computes them from the file's tensors before.
+These are small, so XLA computes them from the file's tensors before; scales of 8 bits the kernel widens itself.
+Numbers that are codes of other numbers are looked up in a table, which fills a register.
+
+Columns whose groups are not consecutive (``g_idx``) are not supported: the scale and the zero point of each column
+and row would take more memory than the numbers of 4 bits, and registers cannot gather them by group.
 
 Shapes: B blocks of N rows each, weights ``[O, I]`` in G groups of columns, W words along the packed axis.
 """
@@ -17,14 +21,14 @@ Shapes: B blocks of N rows each, weights ``[O, I]`` in G groups of columns, W wo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import AWQ_ORDER, QuantLayout
+from ..formats import AWQ_ORDER, E2M1, QuantLayout
 from ..pallas import result
 from .mosaic import LANES
 
@@ -43,10 +47,16 @@ class Planes(NamedTuple):
         order: for each position in a word, the index of its number.
         by_rows: whether words hold rows of the weight, otherwise columns.
         is_turned: whether the tensor of words is ``[I, O]``, otherwise ``[O, I]``.
-        number: function from the bits of numbers, int32, or from the tensor's own elements to float32.
+        number: function from the bits of numbers, int32, or from the tensor's own elements to float32; None if
+            they are codes in the first table.
         group: number of columns in a group, which may be all.
-        scale: float32 or bfloat16 ``[B, G, O]``.
+        scale: float32 or bfloat16 ``[B, G, O]``; or 8 bits, which ``widen`` converts.
         offset: float32 ``[B, G, O]``, or None.
+        widen: function from the tables, a tile of the scale and, if there is one, of ``more`` to the scale in
+            float32; None if the scale is in floats.
+        more: float32 ``[B, G, O]`` for ``widen``, or None.
+        tables: float32 ``[B, n]``, n at most 256.
+        factor: float32 ``[B]``, by which results are multiplied, or None.
     """
 
     words: str
@@ -54,10 +64,14 @@ class Planes(NamedTuple):
     order: tuple[int, ...]
     by_rows: bool
     is_turned: bool
-    number: Callable[[Any], Any]
+    number: Callable[[Any], Any] | None
     group: int
     scale: Any
     offset: Any = None
+    widen: Callable[..., Any] | None = None
+    more: Any = None
+    tables: tuple[Any, ...] = ()
+    factor: Any = None
 
 
 def _unsigned(less: int, q: Any) -> Any:
@@ -163,6 +177,59 @@ def _mlx(layout: QuantLayout, small: Any, bits: int, group: int) -> Planes:
     return Planes("weight", bits, order, False, False, number, group, scale, bias)
 
 
+def _looked_up(codes: Any, table: Any) -> Any:
+    """The values of codes, int32, in a table: float32 ``[1, 128]``, or ``[2, 128]`` for 256 values."""
+    rows, width = codes.shape
+    if rows == 1:  # a gather of registers has two axes
+        return _looked_up(jnp.broadcast_to(codes, (8, width)), table)[:1]
+    codes = jnp.pad(codes, ((0, 0), (0, -width % LANES)))
+    found = []
+    for start in range(0, width, LANES):
+        index = codes[:, start : start + LANES]
+        inside = index & (LANES - 1) if table.shape[0] > 1 else index
+        parts = [
+            jnp.take_along_axis(
+                jnp.broadcast_to(table[i : i + 1], index.shape), inside, axis=1,
+                mode="promise_in_bounds",
+            )
+            for i in range(table.shape[0])
+        ]  # fmt: skip
+        found.append(parts[0] if len(parts) == 1 else jnp.where(index < LANES, *parts))
+    return jnp.concatenate(found, axis=1)[:, :width]
+
+
+def _bitsandbytes4(layout: QuantLayout, small: Any, kind: str, size: int, nested: int) -> Planes:
+    scale, tables = small["weight.absmax"], (small["weight.quant_map"],)
+    planes = Planes("weight", 4, (1, 0), False, False, None, size, scale.swapaxes(1, 2))
+    if not nested:
+        return planes._replace(tables=tables)
+    # Blocks of scales are consecutive in the flattened weight.
+    of_scales = jnp.repeat(small["weight.nested_absmax"].astype(jnp.float32), nested, axis=1)
+    of_scales = of_scales[:, : scale[0].size].reshape(scale.shape).swapaxes(1, 2)
+    state = small[f"weight.quant_state.bitsandbytes__{kind}"][:, :4]
+    offset = jax.lax.bitcast_convert_type(state, jnp.float32)[:, None]
+    return planes._replace(
+        widen=_nested, more=of_scales, tables=(*tables, small["weight.nested_quant_map"], offset)
+    )
+
+
+def _nested(tables: Sequence[Any], scale: Any, of_scales: Any) -> Any:
+    """The scales whose codes are in blocks of scales."""
+    _, levels, offset = tables
+    return _looked_up(scale.astype(jnp.int32), levels) * of_scales + offset[:1, :1]
+
+
+def _nvfp4(layout: QuantLayout, small: Any, weight: str, second: str, divides: bool) -> Planes:
+    scale, whole = small["weight_scale"].swapaxes(1, 2), small[second].astype(jnp.float32)
+    whole = whole.reshape(len(whole))
+    table = jnp.broadcast_to(jnp.asarray(E2M1), (len(whole), len(E2M1)))
+    return Planes(
+        weight, 4, (0, 1), False, False, None, 16, scale, tables=(table,),
+        widen=lambda tables, scale: _elements(jnp.dtype(jnp.float8_e4m3fn), scale),
+        factor=1 / whole if divides else whole,
+    )  # fmt: skip
+
+
 # Each function takes the layout, the small tensors ``[B, ...]`` and the options of the layout.
 _FORMATS: dict[str, Callable[..., Planes]] = {
     "scaled": _scaled,
@@ -171,7 +238,12 @@ _FORMATS: dict[str, Callable[..., Planes]] = {
     "gptq": _gptq,
     "awq": _awq,
     "mlx": _mlx,
+    "bitsandbytes4": _bitsandbytes4,
+    "nvfp4": _nvfp4,
 }
+# Formats whose numbers are in bytes, two in each, and the number of columns in a group.
+_IN_BYTES = ("bitsandbytes4", "nvfp4")
+_NVFP4_GROUP = 16
 
 
 def lacks(layout: QuantLayout, x: Any, tensors: Mapping[str, Any]) -> str:
@@ -204,10 +276,11 @@ def _sizes(layout: QuantLayout) -> tuple[_Tiles, str]:
     out, inner = layout.shape
     options = dict(layout.options)
     block = options.get("block")
-    group = options.get("group", block[1] if block else inner)
-    group = min(group, inner)
+    group = options.get("group", block[1] if block else options.get("size", inner))
+    group = min(_NVFP4_GROUP if layout.format == "nvfp4" else group, inner)
     by_rows = layout.format == "awq"
     each = 1 if layout.format in ("scaled", "bitsandbytes8") else 32 // options.get("bits", 4)
+    each = 2 if layout.format in _IN_BYTES else each
     across, along = (each, 1) if by_rows else (1, each)
     if out % across or inner % along or inner % group:
         return _Tiles(0, 0, 0, 0), f"a weight of {out} x {inner} has incomplete words or groups"
@@ -215,10 +288,19 @@ def _sizes(layout: QuantLayout) -> tuple[_Tiles, str]:
     columns = words * along
     if columns % group and group % columns:
         return _Tiles(0, 0, 0, 0), f"tiles of {columns} columns divide groups of {group}"
+    if out == across:
+        return _Tiles(0, 0, 0, 0), f"a weight of {out} x {inner} has one row of words"
     # The sums of all planes of rows are in memory together.
     most = LANES if by_rows else _ROWS
     rows = min(out // across, most)
     return _Tiles(rows, words, columns, max(1, columns // group)), ""
+
+
+def _padded(shape: Sequence[int], dtype: Any) -> int:
+    """The elements of the registers that hold a matrix."""
+    rows, columns = shape
+    each = 32 // dtype.itemsize  # a register has 8 rows of 32 bits
+    return -(-rows // each) * each * -(-columns // LANES) * LANES
 
 
 def _divisor(count: int, most: int) -> int:
@@ -273,8 +355,8 @@ def kernel(
     planes = _FORMATS[layout.format](layout, small, **dict(layout.options))
     tiles, _ = _sizes(layout)
     stored = tensors[first]
-    if stored.shape[2] % LANES and stored.shape[1] % LANES == 0:
-        # XLA lays out such an array with the other axis last in memory, so that no register is padded.
+    if _padded(stored.shape[1:], stored.dtype) > _padded(stored.shape[:0:-1], stored.dtype):
+        # XLA lays out such an array with the other axis last in memory, where registers are padded less.
         stored = stored.swapaxes(1, 2)
         planes = planes._replace(is_turned=not planes.is_turned)
     (blocks, count, inner), out = x.shape, layout.out_dim
@@ -290,7 +372,14 @@ def kernel(
         a = a[:, np.array(planes.order)] if of_rows > 1 else a
         return a.reshape(len(a), of_rows, -1, tiles.groups, wide)
 
-    small_blocks = [grouped(a) for a in (planes.scale, planes.offset) if a is not None]
+    def in_lanes(a: jax.Array) -> jax.Array:
+        """``[B, n]`` → ``[B, registers, 128]``."""
+        return jnp.pad(a, ((0, 0), (0, -a.shape[1] % LANES))).reshape(len(a), -1, LANES)
+
+    by_groups = (planes.scale, planes.more, planes.offset)
+    small_blocks = [grouped(a) for a in by_groups if a is not None]
+    whole = () if planes.factor is None else (planes.factor[:, None],)
+    tables = [in_lanes(a.astype(jnp.float32)) for a in (*planes.tables, *whole)]
     in_group = max(1, planes.group // tiles.columns)  # tiles in a group
     last = small_blocks[0].shape[0] - 1
 
@@ -301,10 +390,15 @@ def kernel(
     def of_small(b: Any, i: Any, j: Any, owner: Any) -> Any:
         return jnp.minimum(b, last), 0, jax.lax.div(j, in_group), 0, i
 
+    def of_table(b: Any, i: Any, j: Any, owner: Any) -> Any:
+        return jnp.minimum(b, last), 0, 0
+
     tile = (tiles.words, tiles.rows) if planes.is_turned else (tiles.rows, tiles.words)
     small_tile = (1, of_rows, 1, tiles.groups, tiles.rows)
     call = pl.pallas_call(
-        functools.partial(_program, planes._replace(scale=None, offset=None), tiles, x.dtype),
+        functools.partial(
+            _program, jax.tree.map(lambda a: isinstance(a, jax.Array) or a, planes), tiles, x.dtype
+        ),
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(blocks, -(-wide // tiles.rows), steps),
@@ -314,6 +408,7 @@ def kernel(
                 ),
                 pl.BlockSpec((1, *tile), of_words),
                 *(pl.BlockSpec(small_tile, of_small) for _ in small_blocks),
+                *(pl.BlockSpec((1, *a.shape[1:]), of_table) for a in tables),
             ],
             out_specs=pl.BlockSpec(
                 (1, of_rows, count, tiles.rows), lambda b, i, j, owner: (b, 0, 0, i)
@@ -326,7 +421,7 @@ def kernel(
     )
     if not interpret:  # otherwise XLA may copy a small stack, with all layers, to VMEM
         stored = tpu.with_memory_space_constraint(stored, tpu.HBM)
-    y = call(known, x, stored, *small_blocks)
+    y = call(known, x, stored, *small_blocks, *tables)
     back = np.argsort(np.array(planes.order)) if of_rows > 1 else np.array([0])
     return y[:, back].transpose(0, 2, 3, 1).reshape(blocks, count, out)
 
@@ -334,10 +429,18 @@ def kernel(
 def _program(
     planes: Planes, tiles: _Tiles, dtype: Any, owner: Any, x: Any, words: Any, *refs: Any
 ) -> None:
-    """One program: adds the products of one tile of the weight to its columns of the result of one block."""
+    """One program: adds the products of one tile of the weight to its columns of the result of one block.
+
+    Args:
+        planes: the weight, with True in place of arrays.
+    """
     from jax.experimental import pallas as pl
 
-    *small, y, sums = refs
+    *operands, y, sums = refs
+    given: Any = iter(operands)
+    by_groups = (planes.scale, planes.more, planes.offset)
+    scales, more, offsets = ([] if a is None else [next(given)] for a in by_groups)
+    tables = [next(given)[0] for _ in planes.tables]
     step = pl.program_id(2)
 
     @pl.when(step == 0)
@@ -348,14 +451,17 @@ def _program(
     for p in range(len(planes.order)):
         q = stored
         if len(planes.order) > 1:
-            q = jax.lax.bitcast_convert_type(q, jnp.int32)
+            is_word = q.dtype.itemsize == 4
+            q = jax.lax.bitcast_convert_type(q, jnp.int32) if is_word else q.astype(jnp.int32)
             q = jax.lax.shift_right_logical(q, jnp.int32(p * planes.bits)) & (2**planes.bits - 1)
-        numbers = planes.number(q)
+        numbers = _looked_up(q, tables[0]) if planes.number is None else planes.number(q)
         row = p if planes.by_rows else 0
-        scale, *offset = (a[0, row, 0].astype(jnp.float32) for a in small)  # [groups, rows]
-        weights = numbers * _spread(scale, planes, tiles)
-        for one in offset:
-            weights = weights + _spread(one, planes, tiles)
+        scale, *of_scale = (a[0, row, 0] for a in (*scales, *more))  # [groups, rows]
+        if planes.widen is not None:
+            scale = planes.widen(tables, scale, *of_scale)
+        weights = numbers * _spread(scale.astype(jnp.float32), planes, tiles)
+        for one in offsets:
+            weights = weights + _spread(one[0, row, 0], planes, tiles)
         axis = 0 if planes.is_turned else 1
         sums[row] += jax.lax.dot_general(
             x[0, 0 if planes.by_rows else p], weights.astype(dtype), (((1,), (axis,)), ((), ())),
@@ -365,7 +471,8 @@ def _program(
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
-        y[0] = sums[...].astype(y.dtype)
+        factor = 1 if planes.factor is None else next(given)[:, :1, :1]
+        y[0] = (sums[...] * factor).astype(y.dtype)
 
 
 def _spread(groups: Any, planes: Planes, tiles: _Tiles) -> Any:

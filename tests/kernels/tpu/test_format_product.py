@@ -8,7 +8,7 @@ from maxjax.kernels.tpu import format_product as tpu
 from tests.kernels.gpu.test_format_product import made
 from tests.models.quantizers import CASES
 
-SIZES = [(48, 96), (384, 2048)]
+SIZES = [(48, 192), (384, 2048)]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -18,7 +18,7 @@ def test_the_kernel(case, shape):
     for tokens in (1, 37):
         x = jnp.asarray(np.random.default_rng(9).normal(size=(tokens, shape[1])), jnp.bfloat16)
         if why := tpu.lacks(layout, x, stacks):
-            assert "weights are in" in why or "consecutive" in why or "incomplete" in why, why
+            assert "weights are in" in why or "consecutive" in why, why
             return
         found = tpu.matmul(layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
         expected = np.asarray(x, np.float64) @ values[1].T
@@ -27,8 +27,27 @@ def test_the_kernel(case, shape):
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8 blocks", "gptq 4", "awq", "pack-quantized 4 zero points", "mlx 4"]
+    ("name", "shape", "why"),
+    [
+        ("bitsandbytes nf4", (48, 96), "a weight of 48 x 96 has incomplete words or groups"),
+        ("pack-quantized 4", (48, 36), "a weight of 48 x 36 has incomplete words or groups"),
+        ("bitsandbytes fp4", (1, 64), "a weight of 1 x 64 has one row of words"),
+        ("awq", (8, 64), "a weight of 8 x 64 has one row of words"),
+    ],
 )
+def test_weights_that_the_kernel_refuses(name, shape, why):
+    layout, stacks, _ = made(CASES[name], 1, shape)
+    x = jnp.zeros((1, shape[1]), jnp.bfloat16)
+    assert tpu.lacks(layout, x, stacks) == why
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8 blocks", "gptq 4", "awq", "pack-quantized 4 zero points", "mlx 4", "bitsandbytes nf4",
+        "bitsandbytes fp4", "modelopt nvfp4", "compressed nvfp4",
+    ],
+)  # fmt: skip
 def test_exact_in_float32(name):
     layout, stacks, values = made(CASES[name], 3, (384, 2048))
     x = jnp.asarray(np.random.default_rng(9).normal(size=(4, 16, 2048)), jnp.float32)
