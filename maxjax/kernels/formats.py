@@ -495,17 +495,42 @@ class QuantLayout:
         return dataclasses.replace(self, out_dim=out, in_dim=inner, tensors=tuple(parts))
 
     def divides(self, along: int, parts: int) -> bool:
-        """Whether equal parts along an axis can be dequantised by themselves: no block or word is in two of them.
+        """Whether equal parts along an axis can be dequantised by themselves, perhaps with finer blocks.
 
         Example:
             >>> layout = QuantLayout("scaled", 256, 192, (), (("block", (128, 128)),))
-            >>> layout.divides(0, 2), layout.divides(1, 2)
+            >>> layout.divides(1, 2), layout.divides(1, 5)
             (True, False)
         """
+        size, unit = self.shape[along], _unit(self, along)
         if parts == 1:
             return True
-        unit = _unit(self, along)
-        return unit > 0 and self.shape[along] % (parts * unit) == 0
+        return (
+            unit > 0
+            and size % parts == 0
+            and math.gcd(self.block(along), size // parts) % unit == 0
+        )
+
+    def block(self, along: int) -> int:
+        """The number of neighbouring rows (or columns) with one scale; all of them, if any part has its scales."""
+        options, size = dict(self.options), self.shape[along]
+        if self.format == "scaled":
+            return min((options.get("block") or self.shape)[along], size)
+        names = [one.name for one in self.tensors]
+        if not along or options.get("ordered") or "weight_g_idx" in names:
+            return size
+        return min(options.get("group", size), size)
+
+    def with_block(self, along: int, size: int) -> QuantLayout:
+        """A layout with another number of rows (or columns) in a block."""
+        options: dict[str, Any] = dict(self.options)
+        if self.format == "scaled":
+            sizes = list(options["block"])
+            sizes[along] = size
+            options["block"] = tuple(sizes)
+        else:
+            options["group"] = size
+        return dataclasses.replace(self, options=tuple(options.items()))
 
     def dequantise(self, tensors: Mapping[str, jax.Array]) -> jax.Array:
         """The weight in float32 ``[out_dim, in_dim]``, from its tensors by name.
@@ -537,20 +562,17 @@ class QuantLayout:
 
 
 def _unit(layout: QuantLayout, along: int) -> int:
-    """The least number of rows (or columns) of a weight that share no number in its tensors with others; 0: none."""
-    options = dict(layout.options)
+    """The least number of rows (or columns) of a weight that are in no word with others; 0: it cannot be divided."""
+    options: dict[str, Any] = dict(layout.options)
     words = 32 // options.get("bits", 4)
-    group = math.lcm(options.get("group", 1), words)
     if layout.format in ("ternary", "mxfp4"):
         return 0
-    if layout.format == "scaled":
-        return (options.get("block") or (1, 1))[along]
     if layout.format == "bitsandbytes4":
         block = options["size"] * max(1, options["nested"])
         if not options["nested"] and layout.in_dim % block == 0:
             return (1, block)[along]
         return 0 if along else block // math.gcd(block, layout.in_dim)
-    columns = {"nvfp4": 16, "bitnet": 1, "bitsandbytes8": 1}.get(layout.format, group)
+    columns = {"nvfp4": 16, "bitnet": 1, "bitsandbytes8": 1, "scaled": 1}.get(layout.format, words)
     # Zero points of several rows are in a word.
     rows = words if layout.format in ("pack_quantized", "gptq", "awq") else 1
     return columns if along else rows

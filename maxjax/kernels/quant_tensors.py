@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +66,27 @@ class QuantTensors:
     def each(self, run: Callable[[Any], Any]) -> QuantTensors:
         """Apply a function to each tensor."""
         return QuantTensors(self.layout, {name: run(a) for name, a in self.tensors.items()})
+
+    def finer(self, along: int, parts: int) -> QuantTensors:
+        """The same weight with smaller blocks, if a block would be in two of equal parts of an axis."""
+        layout = self.layout
+        size, block = layout.shape[along], layout.block(along)
+        new = math.gcd(block, size // parts)
+        if new == block or block == size:
+            return self
+        tensors, declared = dict(self.tensors), list(layout.tensors)
+        for i, one in enumerate(declared[1:], 1):
+            axis = one.axes.index(along) if along in one.axes else None
+            if axis is None or one.shape[axis] != -(-size // block):
+                continue  # it has no element for each block
+            array = jax.numpy.asarray(tensors[one.name])
+            place = array.ndim - len(one.axes) + axis
+            array = jax.numpy.repeat(array, block // new, place)
+            tensors[one.name] = jax.lax.slice_in_dim(array, 0, size // new, axis=place)
+            shape = (*one.shape[:axis], size // new, *one.shape[axis + 1 :])
+            declared[i] = dataclasses.replace(one, shape=shape)
+        finer = layout.with_block(along, new)
+        return QuantTensors(dataclasses.replace(finer, tensors=tuple(declared)), tensors)
 
     def __jax_array__(self) -> jax.Array:
         arrays = {name: jax.numpy.asarray(a) for name, a in self.tensors.items()}

@@ -121,9 +121,8 @@ class Experts(ExpertStack):
             if mesh is None:
                 return mixture(tokens, chosen, shares, self._weights(), self.act)
             if split is not None:
-                return mixture_on_mesh(
-                    tokens, chosen, shares, self._weights(), self.act, mesh, split
-                )
+                weights = self._weights(parts_over(mesh, split.inner))
+                return mixture_on_mesh(tokens, chosen, shares, weights, self.act, mesh, split)
         if not self.is_stacked:
             return one_by_one(tokens, chosen, shares, self.layers)
         carry = tokens, jnp.zeros(tokens.shape, jnp.float32)
@@ -153,31 +152,34 @@ class Experts(ExpertStack):
         return any(m.layout.activations is not None for m in quantised)
 
     def _tensors(self, name: str, expert: ExpertMLP) -> dict[str, Part]:
-        """The tensors of a projection's weight by name, of one expert or, where they are stacked, of all."""
+        """The tensors of a projection's weight by name, of one expert or, where they are stacked, of all.
+
+        The first one has the numbers.
+        """
         layer = getattr(expert, name)
         found: dict[str, Part] = {"weight": (layer.weight, (0, 1))}
         if isinstance(layer, QuantizedLinear):
-            found = {
-                one.name: (getattr(layer, one.attribute), () if one.is_whole else one.axes)
-                for one in layer.layout.tensors
-            }
+            tensors = layer.layout.tensors
+            found = {one.name: (getattr(layer, one.attribute), one.axes) for one in tensors}
         if not self.is_stacked:
             return found
         return {key: (self.holder(f"{name}.{key}"), axes) for key, (_, axes) in found.items()}
 
-    def _weights(self) -> Any:
-        """The operands of ``mixture``."""
-        found = [self._operands(expert) for expert in self._each]
+    def _weights(self, parts: int = 1) -> Any:
+        """The operands of ``mixture``, for inner features that are split into so many parts."""
+        found = [self._operands(expert, parts) for expert in self._each]
         return found[0] if self.is_stacked else found
 
-    def _operands(self, expert: ExpertMLP) -> ExpertWeights:
-        matrices, biases = [], []
+    def _operands(self, expert: ExpertMLP, parts: int) -> ExpertWeights:
+        matrices: list[Any] = []
+        biases = []
         for name, layer in zip(self.names, expert.linears, strict=True):
             tensors = {key: w.operand() for key, (w, _) in self._tensors(name, expert).items()}
-            is_quantised = isinstance(layer, QuantizedLinear)
-            matrices.append(
-                QuantTensors(layer.layout, tensors) if is_quantised else tensors["weight"]
-            )
+            if isinstance(layer, QuantizedLinear):
+                weight = QuantTensors(layer.layout, tensors)
+                matrices.append(weight.finer(int(name == self.names[-1]), parts))
+            else:
+                matrices.append(tensors["weight"])
             if self.has_bias:
                 bias: Any = self.holder(f"{name}.bias") if self.is_stacked else layer.bias
                 biases.append(bias.operand())
@@ -189,22 +191,22 @@ class Experts(ExpertStack):
         The second is None if experts are split in different ways, or are in blocks and not stacked.
         """
         experts = [
-            [list(self._tensors(name, expert).values()) for name in self.names]
+            [next(iter(self._tensors(name, expert).values())) for name in self.names]
             for expert in self._each
         ]
-        tensors = [tensor for each in experts for parts in each for tensor, _ in parts]
+        tensors = [tensor for each in experts for tensor, _ in each]
         mesh = mesh_of([tensor.sharding for tensor in tensors])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, None
         if not self.is_stacked and any(tensor.spec.encoding is not None for tensor in tensors):
             return mesh, None
         split = split_of(experts, mesh)
-        layouts = [getattr(m, "layout", None) for expert in self._each for m in expert.linears]
         parts = 1 if split is None else parts_over(mesh, split.inner)
-        is_down = (name == self.names[-1] for _ in self._each for name in self.names)
         divided = all(
-            layout is None or layout.divides(int(down), parts)
-            for layout, down in zip(layouts, is_down, strict=True)
+            layer.layout.divides(int(name == self.names[-1]), parts)
+            for expert in self._each
+            for name, layer in zip(self.names, expert.linears, strict=True)
+            if isinstance(layer, QuantizedLinear)
         )
         return mesh, split if divided else None
 

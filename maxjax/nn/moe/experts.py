@@ -346,27 +346,23 @@ def _sums(
     return jax.lax.platform_dependent(y, cpu=run, default=narrow)
 
 
-# A tensor of a weight ``[out, in]``, and for each of its axes the axis of the weight that it runs along, or None.
+# The numbers of a weight ``[out, in]``, and for each of their axes the axis of the weight that it runs along, or None.
 Part = tuple[Any, tuple[int | None, ...]]
 
 
-def split_of(experts: Iterable[Sequence[Sequence[Part]]], mesh: Any) -> ExpertSplit | None:
-    """How experts are split over a mesh; None if they, or the tensors of a weight, are not all split in the same way.
+def split_of(experts: Iterable[Sequence[Part]], mesh: Any) -> ExpertSplit | None:
+    """How experts are split over a mesh; None if they are not all split in the same way.
 
     Args:
-        experts: for each expert, or for all stacked experts, the tensors of each projection's weight (one,
-            unless the weight is quantised), the down projection last. Tensors are Weights or StackedWeights.
+        experts: for each expert, or for all stacked experts, the numbers of its projections, Weights or
+            StackedWeights, the down projection last.
         mesh: mesh that the weights are sharded over.
     """
     fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
-    found = {
-        ExpertSplit(
-            tuple(name for name in split_over(tensor, axis) if name != fsdp), tensor.spec.split
-        )
-        for *inputs, down in experts
-        for weight, along in (*((w, 0) for w in inputs), (down, 1))
-        for tensor, axes in weight
-        for axis, own in enumerate(axes)
-        if own == along
-    }
+    found = set()
+    for *inputs, down in experts:
+        for (numbers, axes), along in (*((w, 0) for w in inputs), (down, 1)):
+            names = split_over(numbers, axes.index(along)) if along in axes else ()
+            inner = tuple(name for name in names if name != fsdp)
+            found.add(ExpertSplit(inner, numbers.spec.split))
     return found.pop() if len(found) == 1 else None

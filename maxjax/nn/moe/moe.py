@@ -472,8 +472,8 @@ def _weights(mlp: Any) -> tuple[Any, Any, Any]:
     return mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
 
 
-def _parts(mlp: Any) -> list[list[Part]]:
-    return [[(weight, (0, 1))] for weight in _weights(mlp)]
+def _parts(mlp: Any) -> list[Part]:
+    return [(weight, (0, 1)) for weight in _weights(mlp)]
 
 
 def _are_plain(experts: Any) -> bool:

@@ -114,7 +114,7 @@ class QuantizedLinear(LowRank):
         return explicit.automatic(run, explicit.mesh_of(x, *jax.tree.leaves(w)), wanted)(x, w)
 
     def _where(self) -> tuple[Any, tuple[str, ...], _Split | None]:
-        """The mesh of the weight, if there is one, the axes that split its rows, and how tensors are split over it.
+        """The mesh of the weight, if there is one, the axes that split its rows, and how its numbers are split over it.
 
         The last is None without a mesh, and if devices cannot dequantise their parts by themselves.
         """
@@ -124,16 +124,14 @@ class QuantizedLinear(LowRank):
         if mesh is None or mesh.size == 1 or any(map(is_manual, mesh.axis_names)):
             return None, (), None
         fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
-        found: list[set[tuple[str, ...]]] = [set(), set()]
-        for one, weight in weights.items():
-            for axis, along in enumerate(() if one.is_whole else one.axes):
-                if along is not None:
-                    names = split_over(weight, axis)
-                    found[along].add(tuple(name for name in names if name != fsdp))
-        split = _Split(*(next(iter(names), ()) for names in found))
-        alike = all(len(names) <= 1 for names in found)
+        first = layout.tensors[0]
+        found = {
+            along: tuple(name for name in split_over(weights[first], axis) if name != fsdp)
+            for axis, along in enumerate(first.axes)
+        }
+        split = _Split(found.get(0, ()), found.get(1, ()))
         divided = (layout.divides(i, parts_over(mesh, names)) for i, names in enumerate(split))
-        return mesh, split.rows, split if alike and all(divided) else None
+        return mesh, split.rows, split if all(divided) else None
 
     def operand(self) -> QuantTensors:
         """The weight as an operand of ``kernels.matmul``: its tensors as they are."""
@@ -187,6 +185,8 @@ def _on_parts(x: jax.Array, w: QuantTensors, *, mesh: Any, split: _Split) -> jax
         names = [name for name in batch_axes(mesh, x.shape[axis], kinds) if name not in used]
         tokens[axis] = tuple(names) or None
 
+    for along, names in enumerate(split):
+        w = w.finer(along, parts_over(mesh, names))
     w = jax.tree.map(jnp.asarray, w)  # indices of layers too
 
     def local(x: jax.Array, w: Any) -> jax.Array:

@@ -25,6 +25,7 @@ MESHES = [
     {"expert": 4, "model": 2},
     {"fsdp": 8},
     {"data": 2, "expert": 2},
+    {"model": 8},  # parts of which blocks and groups have to be divided
 ]
 
 
