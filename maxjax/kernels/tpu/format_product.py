@@ -12,8 +12,8 @@ Every format becomes ``number · scale + offset``, with one scale and offset for
 These are small, so XLA computes them from the file's tensors before; scales of 8 bits the kernel widens itself.
 Numbers that are codes of other numbers are looked up in a table, which fills a register.
 
-Columns whose groups are not consecutive (``g_idx``) are not supported: the scale and the zero point of each column
-and row would take more memory than the numbers of 4 bits, and registers cannot gather them by group.
+If the columns of a group are not consecutive, a tile takes the scales of all groups, and ``g_idx`` chooses between
+them for each column.
 
 Shapes: B blocks of N rows each, weights ``[O, I]`` in G groups of columns, W words along the packed axis.
 """
@@ -35,6 +35,8 @@ from .mosaic import LANES
 # The most rows of a block, and the most rows and columns of a tile of a weight.
 MOST_ROWS = 1024
 _ROWS, _COLUMNS = 256, 1024
+# The most groups of columns that are not consecutive: a tile has the scales of them all.
+_MOST_GROUPS = 1024
 _FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16))
 
 
@@ -57,6 +59,7 @@ class Planes(NamedTuple):
         more: float32 ``[B, G, O]`` for ``widen``, or None.
         tables: float32 ``[B, n]``, n at most 256.
         factor: float32 ``[B]``, by which results are multiplied, or None.
+        index: index of the group of each column, int32 ``[B, I]``; None if groups are consecutive columns.
     """
 
     words: str
@@ -72,6 +75,7 @@ class Planes(NamedTuple):
     more: Any = None
     tables: tuple[Any, ...] = ()
     factor: Any = None
+    index: Any = None
 
 
 def _unsigned(less: int, q: Any) -> Any:
@@ -141,7 +145,8 @@ def _pack_quantized(layout: QuantLayout, small: Any, bits: int, group: int) -> P
         zero = _unpacked(words, bits, 1, layout.out_dim).swapaxes(1, 2)
         less, offset = 0, -zero * scale.astype(jnp.float32)
     number, order = functools.partial(_unsigned, less), tuple(range(32 // bits))
-    return Planes("weight_packed", bits, order, False, False, number, group, scale, offset)
+    planes = Planes("weight_packed", bits, order, False, False, number, group, scale, offset)
+    return planes._replace(index=small.get("weight_g_idx"))
 
 
 def _gptq(
@@ -150,7 +155,8 @@ def _gptq(
     scale = small["scales"].astype(jnp.float32)
     zero = jnp.mod(_unpacked(small["qzeros"], bits, 2, layout.out_dim) + offset, 2.0**bits)
     number, order = functools.partial(_unsigned, 0), tuple(range(32 // bits))
-    return Planes("qweight", bits, order, False, True, number, group, scale, -zero * scale)
+    planes = Planes("qweight", bits, order, False, True, number, group, scale, -zero * scale)
+    return planes._replace(index=small["g_idx"] if ordered else None)
 
 
 def _awq(layout: QuantLayout, small: Any, group: int) -> Planes:
@@ -255,11 +261,17 @@ def lacks(layout: QuantLayout, x: Any, tensors: Mapping[str, Any]) -> str:
     if 0 in x.shape:
         return "there are no numbers"
     options = dict(layout.options)
-    if options.get("ordered") or "weight_g_idx" in tensors:
-        return "groups of columns are not consecutive"
     if options.get("bits", 4) not in (2, 4, 8):
         return f"numbers have {options['bits']} bits"
+    if _is_ordered(layout) and layout.in_dim > _MOST_GROUPS * options["group"]:
+        return f"more than {_MOST_GROUPS} groups of columns are not consecutive"
     return _sizes(layout.of_part(tensors))[1]
+
+
+def _is_ordered(layout: QuantLayout) -> bool:
+    """Whether ``g_idx`` says which columns are in a group."""
+    names = [one.name for one in layout.tensors]
+    return bool(dict(layout.options).get("ordered")) or "weight_g_idx" in names
 
 
 class _Tiles(NamedTuple):
@@ -282,6 +294,7 @@ def _sizes(layout: QuantLayout) -> tuple[_Tiles, str]:
     each = 1 if layout.format in ("scaled", "bitsandbytes8") else 32 // options.get("bits", 4)
     each = 2 if layout.format in _IN_BYTES else each
     across, along = (each, 1) if by_rows else (1, each)
+    group = inner if _is_ordered(layout) else group  # then each tile has the scales of all groups
     if out % across or inner % along or inner % group:
         return _Tiles(0, 0, 0, 0), f"a weight of {out} x {inner} has incomplete words or groups"
     words = _divisor(inner // along, max(LANES, _COLUMNS // along))
@@ -354,6 +367,8 @@ def kernel(
     small = {name: a[known] for name, a in tensors.items() if name != first}
     planes = _FORMATS[layout.format](layout, small, **dict(layout.options))
     tiles, _ = _sizes(layout)
+    if planes.index is not None:
+        tiles = tiles._replace(groups=planes.scale.shape[1])
     stored = tensors[first]
     if _padded(stored.shape[1:], stored.dtype) > _padded(stored.shape[:0:-1], stored.dtype):
         # XLA lays out such an array with the other axis last in memory, where registers are padded less.
@@ -363,8 +378,13 @@ def kernel(
     parts = len(planes.order)
     of_rows, of_columns = (parts, 1) if planes.by_rows else (1, parts)
     steps, wide = inner // tiles.columns, out // of_rows
-    x = x.reshape(blocks, count, inner // of_columns, of_columns).transpose(0, 3, 1, 2)
-    x = x[:, np.array(planes.order)] if of_columns > 1 else x
+
+    def in_planes(a: jax.Array) -> jax.Array:
+        """``[..., in]`` → ``[..., planes of columns, in / planes]``."""
+        a = a.reshape(*a.shape[:-1], inner // of_columns, of_columns).swapaxes(-1, -2)
+        return a[..., np.array(planes.order), :] if of_columns > 1 else a
+
+    x = in_planes(x).swapaxes(1, 2)
 
     def grouped(a: jax.Array) -> jax.Array:
         """``[B, G, O]`` → ``[B, planes of rows, tiles or groups, groups in a tile, O / planes]``."""
@@ -380,7 +400,9 @@ def kernel(
     small_blocks = [grouped(a) for a in by_groups if a is not None]
     whole = () if planes.factor is None else (planes.factor[:, None],)
     tables = [in_lanes(a.astype(jnp.float32)) for a in (*planes.tables, *whole)]
-    in_group = max(1, planes.group // tiles.columns)  # tiles in a group
+    # The tiles in a group.
+    in_group = max(1, planes.group // tiles.columns) if planes.index is None else steps
+    index = [] if planes.index is None else [in_planes(planes.index)]
     last = small_blocks[0].shape[0] - 1
 
     def of_words(b: Any, i: Any, j: Any, owner: Any) -> Any:
@@ -408,6 +430,13 @@ def kernel(
                 ),
                 pl.BlockSpec((1, *tile), of_words),
                 *(pl.BlockSpec(small_tile, of_small) for _ in small_blocks),
+                *(
+                    pl.BlockSpec(
+                        (1, of_columns, tiles.words),
+                        lambda b, i, j, owner: (jnp.minimum(b, last), 0, j),
+                    )
+                    for _ in index
+                ),
                 *(pl.BlockSpec((1, *a.shape[1:]), of_table) for a in tables),
             ],
             out_specs=pl.BlockSpec(
@@ -421,7 +450,7 @@ def kernel(
     )
     if not interpret:  # otherwise XLA may copy a small stack, with all layers, to VMEM
         stored = tpu.with_memory_space_constraint(stored, tpu.HBM)
-    y = call(known, x, stored, *small_blocks, *tables)
+    y = call(known, x, stored, *small_blocks, *index, *tables)
     back = np.argsort(np.array(planes.order)) if of_rows > 1 else np.array([0])
     return y[:, back].transpose(0, 2, 3, 1).reshape(blocks, count, out)
 
@@ -440,6 +469,7 @@ def _program(
     given: Any = iter(operands)
     by_groups = (planes.scale, planes.more, planes.offset)
     scales, more, offsets = ([] if a is None else [next(given)] for a in by_groups)
+    index = None if planes.index is None else next(given)
     tables = [next(given)[0] for _ in planes.tables]
     step = pl.program_id(2)
 
@@ -459,9 +489,10 @@ def _program(
         scale, *of_scale = (a[0, row, 0] for a in (*scales, *more))  # [groups, rows]
         if planes.widen is not None:
             scale = planes.widen(tables, scale, *of_scale)
-        weights = numbers * _spread(scale.astype(jnp.float32), planes, tiles)
+        places = _places(tiles, None if index is None else index[0, p : p + 1])
+        weights = numbers * _spread(scale.astype(jnp.float32), places, planes)
         for one in offsets:
-            weights = weights + _spread(one[0, row, 0], planes, tiles)
+            weights = weights + _spread(one[0, row, 0], places, planes)
         axis = 0 if planes.is_turned else 1
         sums[row] += jax.lax.dot_general(
             x[0, 0 if planes.by_rows else p], weights.astype(dtype), (((1,), (axis,)), ((), ())),
@@ -475,15 +506,24 @@ def _program(
         y[0] = (sums[...] * factor).astype(y.dtype)
 
 
-def _spread(groups: Any, planes: Planes, tiles: _Tiles) -> Any:
+def _places(tiles: _Tiles, index: Any) -> Any:
+    """Which group a number of each word is in, as zeros and ones ``[groups, words]``.
+
+    Args:
+        index: index of the group of each of the numbers, int32 ``[1, words]``; None if groups are consecutive.
+    """
+    group = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 0)
+    if index is None:
+        word = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 1)
+        index = jax.lax.div(word, jnp.full_like(word, tiles.words // tiles.groups))
+    return (jnp.broadcast_to(index, group.shape) == group).astype(jnp.float32)
+
+
+def _spread(groups: Any, places: Any, planes: Planes) -> Any:
     """``[groups, rows]`` → the shape of a tile of words, ``[words, rows]`` or ``[rows, words]``.
 
     Registers cannot repeat numbers along a row; a matmul with zeros and ones can, exactly.
     """
-    group = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 0)
-    word = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 1)
-    each = jnp.full_like(word, tiles.words // tiles.groups)
-    places = (jax.lax.div(word, each) == group).astype(jnp.float32)
     operands = (places, groups) if planes.is_turned else (groups, places)
     return jax.lax.dot_general(
         *operands, (((0,), (0,)), ((), ())),
