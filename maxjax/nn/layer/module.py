@@ -181,7 +181,7 @@ class Module(OfModule, Layer, StateDict, ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         if self._mx_in_stack:
             raise TypeError(self._mx_refusal(name))
-        descriptor = getattr(type(self), name, None)
+        where, descriptor = f"{type(self).__name__}.{name}", getattr(type(self), name, None)
         if hasattr(type(descriptor), "__set__") or name == "__class__":
             structure_changed()
             return super().__setattr__(name, value)  # a property: its setter, or AttributeError
@@ -189,7 +189,7 @@ class Module(OfModule, Layer, StateDict, ABC):
         if RUNNING.graphs and is_other and is_tensor_value(value):
             return RUNNING.graphs[-1].hold(self, name, value)
         if type(value) in (list, tuple) and holds_items(value) is not False:
-            where, original = f"{type(self).__name__}.{name}", value
+            original = value
             try:
                 value = self._mx_containers[type(value)](value)
             except TypeError as error:
@@ -208,19 +208,15 @@ class Module(OfModule, Layer, StateDict, ABC):
             self._forget(name)
             vars(self)["_mx_shards"] = {**self._mx_shards, name: value}
         else:
-            where = f"{type(self).__name__}.{name}"
-            if name in self._mx_locals and hasattr(
-                value, "shape"
-            ):  # as a constant it would be lost
+            if name in self._mx_locals and hasattr(value, "shape"):  # it would be a constant
                 raise TypeError(
                     f"{where} is a Weight: {where}.value = array gives it a value, load_state_dict() several"
                 )
             try:
                 value, key = freeze(value, where)
             except RecursionError:
-                raise TypeError(
-                    f"{where} is a {type(value).__name__} that contains itself"
-                ) from None
+                what = type(value).__name__
+                raise TypeError(f"{where} is a {what} that contains itself") from None
             is_same = name in self._mx_statics and self._mx_statics[name] == key
             if is_same and type(key) is not Live and not unread_fields(type(value)):
                 return
@@ -230,7 +226,7 @@ class Module(OfModule, Layer, StateDict, ABC):
             call_stack.warn_once(
                 "static",
                 self,
-                f"{type(self).__name__}.{name} is assigned while the module runs: under jax.jit "
+                f"{where} is assigned while the module runs: under jax.jit "
                 "the assignment is lost after the trace. Return the new value instead (a Module holds weights only)",
             )
         vars(self)[name] = value
