@@ -513,7 +513,8 @@ class QuantLayout:
 
     def block(self, along: int) -> int:
         """The number of neighbouring rows (or columns) with one scale; all of them, if any part has its scales."""
-        options, size = dict(self.options), self.shape[along]
+        options: dict[str, Any] = dict(self.options)
+        size = self.shape[along]
         if self.format == "scaled":
             return min((options.get("block") or self.shape)[along], size)
         names = [one.name for one in self.tensors]
@@ -572,7 +573,8 @@ def _unit(layout: QuantLayout, along: int) -> int:
         if not options["nested"] and layout.in_dim % block == 0:
             return (1, block)[along]
         return 0 if along else block // math.gcd(block, layout.in_dim)
-    columns = {"nvfp4": 16, "bitnet": 1, "bitsandbytes8": 1, "scaled": 1}.get(layout.format, words)
+    whole = {"nvfp4": 16, "bitnet": 1, "bitsandbytes8": 1, "scaled": 1}
+    columns = whole[layout.format] if layout.format in whole else words
     # Zero points of several rows are in a word.
     rows = words if layout.format in ("pack_quantized", "gptq", "awq") else 1
     return columns if along else rows
