@@ -77,6 +77,21 @@ def _nf4(out: int, depth: int) -> Tensors:
     }  # fmt: skip
 
 
+def _nf4_nested(out: int, depth: int) -> Tensors:
+    blocks = out * depth // 64
+    return {
+        **_nf4(out, depth), "weight.absmax": ("U8", (blocks,)), "weight.nested_quant_map": ("F32", (256,)),
+        "weight.nested_absmax": ("F32", (-(-blocks // 256),)),
+    }  # fmt: skip
+
+
+def _nvfp4(out: int, depth: int) -> Tensors:
+    return {
+        "weight": ("U8", (out, depth // 2)), "weight_scale": ("F8_E4M3", (out, depth // 16)),
+        "weight_scale_2": ("F32", ()), "input_scale": ("F32", ()),
+    }  # fmt: skip
+
+
 def _mxfp4(out: int, depth: int) -> Tensors:
     return {"blocks": ("U8", (out, depth // 32, 16)), "scales": ("U8", (out, depth // 32))}
 
@@ -90,6 +105,8 @@ FORMATS = {
                    "weight_block_size": [128, 128]}, _fp8),
     "GPTQ": Format({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
                     "sym": True}, _gptq),
+    "GPTQ_ORDER": Format({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True,
+                          "sym": True}, _gptq),
     "AWQ": Format({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm",
                    "zero_point": True}, _awq),
     # That of Kimi K2 Thinking.
@@ -106,6 +123,10 @@ FORMATS = {
     "NF4": Format({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
                    "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,
                    "bnb_4bit_quant_storage": "uint8", "bnb_4bit_compute_dtype": "bfloat16"}, _nf4),
+    "NF4_NESTED": Format({"quant_method": "bitsandbytes", "load_in_4bit": True,
+                          "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+                          "bnb_4bit_quant_storage": "uint8"}, _nf4_nested),
+    "NVFP4": Format({"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4),
     # That of gpt-oss.
     "MXFP4": Format({
         "quant_method": "mxfp4",

@@ -45,7 +45,11 @@ def nbytes(model, name):
 # Bits of a weight with its scales and zero points, in a matrix of 512 x 256.
 BITS = {
     "FP8": 8 + 32 / 128**2, "GPTQ": 4 + (16 + 4) / 128 + 32 / 512, "AWQ": 4 + (16 + 4) / 128,
-    "INT8": 8 + 32 / 256,
+    "INT8": 8 + 32 / 256, "GPTQ_ORDER": 4 + (16 + 4) / 128 + 32 / 512,
+    "NVFP4": 4 + 8 / 16 + 8 * (4 + 4) / (512 * 256),
+    # Tables of 16 and of 256 values, and settings of 256 bytes.
+    "NF4": 4 + 32 / 64 + 8 * (16 * 4 + 256) / (512 * 256),
+    "NF4_NESTED": 4 + 8 / 64 + 32 / 64 / 256 + 8 * (16 * 4 + 256 * 4 + 256) / (512 * 256),
 }  # fmt: skip
 
 
@@ -56,11 +60,6 @@ def test_a_dense_model_has_the_bits_of_the_format(packed, tmp_path):
         found = nbytes(model, f"layers.{layer}.mlp.up_proj.")
         assert found == pytest.approx(512 * 256 * BITS[packed] / 8, abs=1)
     assert nbytes(model, "lm_head") == 64 * 256 * 2
-
-
-def test_nf4_is_opened(tmp_path):
-    model = opened(LLAMA, "NF4", tmp_path)
-    assert 0 < nbytes(model, "layers.1.mlp.up_proj.") < 512 * 256 * 2
 
 
 @pytest.mark.parametrize(("packed", "bits"), [("FP8", 8 + 32 / 128**2), ("INT4", 4 + 16 / 32)])
