@@ -43,9 +43,18 @@ class Division(NamedTuple):
         return not any(size % n for size, n in zip(shape, counts, strict=True))
 
     def on_parts(
-        self, f: Callable[..., Any], operands: Sequence[Sequence[Entry]], results: Any
+        self,
+        f: Callable[..., Any],
+        operands: Sequence[Sequence[Entry]],
+        results: Any,
+        over: Iterable[str] = (),
     ) -> Callable[..., Any]:
-        """``f`` in a ``shard_map``: operands and results are sharded by these entries, one list for each."""
+        """``f`` in a ``shard_map``: operands and results are sharded by these entries, one list for each.
+
+        Args:
+            over: mesh axes over which each device runs ``f`` on its part, while XLA divides ``f`` over the
+                others; by default all.
+        """
         out = [spec_of(w) for w in results] if isinstance(results[0], list) else spec_of(results)
 
         def run(*arrays: Any) -> Any:
@@ -53,8 +62,9 @@ class Division(NamedTuple):
             with jax.sharding.use_abstract_mesh(self.mesh):
                 given = tuple(map(spec_of, operands))
                 mapped = jax.shard_map(
-                    f, mesh=self.mesh, in_specs=given, out_specs=out, check_vma=False
-                )
+                    f, mesh=self.mesh, in_specs=given, out_specs=out, check_vma=False,
+                    axis_names=set(over),
+                )  # fmt: skip
                 return mapped(*arrays)
 
         return run

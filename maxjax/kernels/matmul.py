@@ -24,7 +24,7 @@ from .packed_product import packed_products
 from .product import FLOATS, definition, products
 from .quant_array import QuantArray
 from .quant_tensors import QuantTensors
-from .stack_slice import StackSlice
+from .stack_slice import StackSlice, stack_of
 
 # The layer index of a weight that is not in a stack.
 _FIRST = np.zeros((), np.int32)
@@ -147,9 +147,13 @@ def _quantised(x: jax.Array, weights: Sequence[QuantArray], activations: str) ->
     encodings, dtypes = [w.encoding for w in weights], [dtype] * len(weights)
 
     def multiply(x: Any, stacks: Sequence[Any], layers: Sequence[Any]) -> list[jax.Array]:
-        return packed_products(x, stacks, layers, encodings, dtypes, activations)
+        return packed_products(x, stacks, layers, encodings, dtypes, activations, divisions)
 
-    return _where_they_lie(x, [_flattened(w.blocks) for w in weights], multiply)
+    blocks, divisions = [_flattened(w.blocks) for w in weights], [w.division for w in weights]
+    if (mesh := explicit.mesh_of(*(to_jax(stack_of(a)) for a in blocks))) is not None:
+        split = (explicit.entries(to_jax(stack_of(a)))[-2:] for a in blocks)
+        divisions = [explicit.Division.of(mesh, entries) for entries in split]
+    return _where_they_lie(x, blocks, multiply)
 
 
 def format_matmul(x: jax.Array, w: QuantTensors, dtype: Any = None) -> jax.Array:

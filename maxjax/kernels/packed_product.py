@@ -1,8 +1,9 @@
 """The matmul of activations with weights in ggml's blocks as a JAX primitive.
 
 CPUs have kernels in C++ (``cpu/packed.h``), with activations quantised to int8 or as floats; NVIDIA GPUs
-have kernels in Triton; elsewhere some rows are dequantised at a time. The definition, which exported
-programs and derivatives use, dequantises the whole weight and keeps the activations as they are.
+have kernels in Triton; elsewhere some rows are dequantised at a time, on a mesh of TPUs some of each device's
+part. The definition, which exported programs and derivatives use, dequantises the whole weight and keeps the
+activations as they are.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from . import product
+from . import explicit, product
 from .blocks import decode, decoder_of
 from .gpu import packed_product as triton
 from .gpu.triton import unavailable
 from .operation import Operation, same_varying, types_of, varying_with
 from .pallas import program_device, refused
 from .stack_slice import layer_of
+from .tpu.mosaic import LANES
 
 # The most weights that are dequantised at a time where there is no kernel.
 MOST_WEIGHTS = 1 << 20
@@ -45,11 +48,13 @@ class PackedOperand(NamedTuple):
         encodings: the encoding of each weight.
         dtypes: the dtype of each result.
         is_int8: whether kernels for CPUs quantise the activations.
+        divisions: how a mesh divides each weight ``[out, in]``, if that is known.
     """
 
     encodings: tuple[str, ...]
     dtypes: tuple[np.dtype, ...]
     is_int8: bool = False
+    divisions: tuple[explicit.Division | None, ...] = ()
 
 
 def packed_products(
@@ -59,6 +64,7 @@ def packed_products(
     encodings: Sequence[str],
     dtypes: Sequence[Any],
     activations: str = "float",
+    divisions: Sequence[explicit.Division | None] = (),
 ) -> list[jax.Array]:
     """``x @ w.T`` for each weight in blocks.
 
@@ -71,12 +77,15 @@ def packed_products(
         dtypes: dtypes of the results, floats; weights are rounded to them as well where they are
             dequantised.
         activations: "int8" if kernels for CPUs may quantise the activations, otherwise "float".
+        divisions: for each weight how a mesh divides it ``[out, in]``, if that is known: XLA for TPUs needs it
+            to compute on each device's part.
 
     Returns:
         The results, ``[..., out]`` each, summed in float32.
     """
     names = tuple(np.dtype(dtype) for dtype in dtypes)
-    static = PackedOperand(tuple(encodings), names, activations == "int8")
+    divisions = tuple(divisions) or (None,) * len(names)
+    static = PackedOperand(tuple(encodings), names, activations == "int8", divisions)
     return _OPERATION([x, *weights, *layers], static)
 
 
@@ -176,7 +185,53 @@ def _on_cuda(static: PackedOperand, *operands: Any) -> list[jax.Array]:
 
 
 def _on_tpu(static: PackedOperand, devices: int, *operands: Any) -> list[jax.Array]:
-    return in_chunks(static, *operands, devices=devices)
+    x, weights, layers = product.split(operands)
+    each = zip(static.encodings, static.dtypes, static.divisions, weights, layers, strict=True)
+    return [
+        _on_parts(encoding, dtype, division, devices, x, blocks, layer)
+        for encoding, dtype, division, blocks, layer in each
+    ]
+
+
+def _on_parts(
+    encoding: str, dtype: np.dtype, division: explicit.Division | None, devices: int,
+    x: jax.Array, blocks: jax.Array, layer: Any,
+) -> jax.Array:  # fmt: skip
+    """One matmul, of which each TPU computes its part of the weight, if it is known how that is divided."""
+    *lead, out, width = blocks.shape
+    units = out, width // decoder_of(encoding).nbytes
+    rows, columns = division.entries if division else ((), ())
+    is_known = (
+        division and division.mesh.size == devices and division.divides(units, (rows, columns))
+    )
+    if devices > 1 and not is_known:
+        return _in_chunks(encoding, dtype, x, blocks, layer, devices)
+
+    def local(x: Any, blocks: Any, layer: Any) -> jax.Array:
+        blocks = _as_it_lies(layer_of(blocks, layer) if blocks.ndim == 3 else blocks)
+        y = _in_chunks(encoding, dtype, x, blocks, layer, 1)
+        return jax.lax.psum(y, columns) if devices > 1 and columns else y
+
+    over = (*rows, *columns)
+    if division is None or devices == 1 or not over:
+        return local(x, blocks, layer)
+    # Over the other axes of the mesh, which may split the tokens, XLA divides the work.
+    tokens = [()] * (x.ndim - 1)
+    operands = [[*tokens, columns], [*([()] * len(lead)), rows, columns], []]
+    return division.on_parts(local, operands, [*tokens, rows], over)(x, blocks, layer)
+
+
+def _as_it_lies(blocks: jax.Array) -> jax.Array:
+    """The blocks of a weight, for a loop. XLA for TPUs would otherwise change their layout, or a whole stack's."""
+    rows, width = blocks.shape
+    # XLA lays out an array with the other axis last in memory if registers are then padded less.
+    is_turned = _padded(width, rows) < _padded(rows, width)
+    return with_layout_constraint(blocks, Layout((1, 0) if is_turned else (0, 1)))
+
+
+def _padded(rows: int, width: int) -> int:
+    """The number of bytes that a matrix of bytes takes on a TPU: in tiles of 8 rows and 128 columns."""
+    return -(-rows // 8) * 8 * (-(-width // LANES) * LANES)
 
 
 def _rule(ranks: Sequence[int]) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from ..rendering.rendered import Rendered, card, guarded
 from ..rendering.row import bytes_text, counted
 from .blocks import decode, decoder_of
+from .explicit import Division
 from .packed_product import ACTIVATIONS
 from .stack_slice import StackSlice
 
@@ -30,6 +31,8 @@ class QuantArray(Rendered):
             "IQ4_XS".
         activations: "int8" if CPU kernels may quantise the activations that are multiplied by these
             weights, which is faster; "float" if not.
+        division: how a mesh with Auto axes divides a weight ``[out, in]``, if that is known. XLA for TPUs needs
+            it to multiply by each device's part.
 
     Attributes:
         shape: shape of the weights.
@@ -53,17 +56,24 @@ class QuantArray(Rendered):
         (2, 3)
     """
 
-    __slots__ = ("blocks", "encoding", "activations")
+    __slots__ = ("blocks", "encoding", "activations", "division")
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, blocks: Any, encoding: str, activations: str = "float"):
+    def __init__(
+        self,
+        blocks: Any,
+        encoding: str,
+        activations: str = "float",
+        division: Division | None = None,
+    ):
         decoder_of(encoding)
         if activations not in ACTIVATIONS:
             raise ValueError(
                 f"activations must be {' or '.join(map(repr, ACTIVATIONS))}, not {activations!r}"
             )
-        self.blocks, self.encoding, self.activations = blocks, encoding, activations
+        self.blocks, self.encoding = blocks, encoding
+        self.activations, self.division = activations, division
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -109,14 +119,14 @@ class QuantArray(Rendered):
 
     def around(self, blocks: Any) -> QuantArray:
         """A QuantArray like this one with other blocks, which are not checked."""
-        return self.tree_unflatten((self.encoding, self.activations), (blocks,))
+        return self.tree_unflatten((self.encoding, self.activations, self.division), (blocks,))
 
     def tree_flatten_with_keys(self) -> Any:
         key = jax.tree_util.GetAttrKey("blocks")
-        return ((key, self.blocks),), (self.encoding, self.activations)
+        return ((key, self.blocks),), (self.encoding, self.activations, self.division)
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[str, str], children: Any) -> QuantArray:
+    def tree_unflatten(cls, static: tuple[str, str, Any], children: Any) -> QuantArray:
         new = object.__new__(cls)  # unchecked: a transformation may put any object into the leaf
-        (new.blocks,), (new.encoding, new.activations) = children, static
+        (new.blocks,), (new.encoding, new.activations, new.division) = children, static
         return new

@@ -15,8 +15,10 @@ from maxjax import nn
 from maxjax.errors import UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy, Weight, ops
 from maxjax.graph.quantization import QuantizationEncoding
-from maxjax.kernels import QuantArray, StackSlice, embed, matmul
+from maxjax.kernels import QuantArray, StackSlice, embed, explicit, matmul, packed_product
 from maxjax.kernels.blocks import DECODERS, decode
+from maxjax.kernels.packed_product import PackedOperand
+from scripts.sharding_product import collectives
 from tests.kernels.packed_operands import blocks, close
 
 CPU = DeviceRef.CPU()
@@ -273,6 +275,50 @@ def test_split_products(name, spec, explicit):
         assert "u8[16" not in "".join(
             line for line in compiled.as_text().splitlines() if "all-gather" in line
         )
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [("model", None, []), (None, "model", ["all-reduce"]), ("data", "model", ["all-reduce"]), (None, None, [])],
+)  # fmt: skip
+def test_parts_as_tpus_multiply_by_them(name, stacked, rows, columns, expected, monkeypatch):
+    """The form of TPUs on CPUs: a part of several chunks, and tokens that another axis may split."""
+    monkeypatch.setattr(packed_product, "MOST_WEIGHTS", 2048)
+    mesh, spec = mesh_of({"model": 4, "data": 2}, False), P(rows, columns)
+    w, exact = packed(name, 48, 1024)
+    raw = jnp.stack([w.blocks * 0, w.blocks]) if stacked else w.blocks
+    raw = jax.device_put(raw, NamedSharding(mesh, P(None, *spec) if stacked else spec))
+    x = np.random.default_rng(1).standard_normal((4, 1024)).astype(np.float32)
+    tokens = None if rows == "data" else "data"
+    on = jax.device_put(x, NamedSharding(mesh, P(tokens, columns)))
+    entries = [(axis,) if axis else () for axis in spec]
+    division = explicit.Division.of(mesh, entries)
+    static = PackedOperand((name,), (np.dtype("float32"),), False, (division,))
+    run = jax.jit(lambda x, raw: packed_product._on_tpu(static, 8, x, raw, jnp.int32(1))[0])
+    program = run.lower(on, raw).compile()
+    close(program(on, raw), x, exact)
+    assert [one.kind for one in collectives(program.as_text())] == expected
+
+
+@pytest.mark.parametrize("is_explicit", [False, True])
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_programs_for_tpus_multiply_by_parts(is_explicit, columnwise):
+    layer = nn.Linear(1024, 16, "float32", CPU, False, QuantizationEncoding.Q4_K)
+    strategy = ShardingStrategy.columnwise if columnwise else ShardingStrategy.rowwise
+    layer.sharding_strategy = strategy(1)
+    mesh = mesh_of({"model": 4}, is_explicit)
+    layer.to(mesh)
+    layer.load_state_dict({"weight": packed("Q4_K", 16, 1024)[0].blocks})
+    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
+        run = jax.jit(lambda layer, x: layer(x)).trace(layer, jnp.ones((3, 1024)))
+        text = run.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("sdy.manual_computation") == 1
+    assert text.count('"stablehlo.all_reduce"') == columnwise
+    # A device's part alone is dequantised.
+    assert f"tensor<{'16x256' if columnwise else '4x1024'}xf32>" in text
+    assert "tensor<16x1024xf32>" not in text
 
 
 @pytest.mark.sampled
