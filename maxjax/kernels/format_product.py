@@ -1,7 +1,7 @@
 """The matmul of activations with a weight in one of Hugging Face's quantised formats as a JAX primitive.
 
-On NVIDIA GPUs a Triton kernel dequantises tiles in registers, and on TPUs a Mosaic kernel. Elsewhere the whole
-weight is dequantised, after the activations are computed, and not kept after the matmul.
+On NVIDIA GPUs a Triton kernel dequantises tiles in registers, and on TPUs a Mosaic kernel. On CPUs, and where a
+kernel refuses the operands, the whole weight is dequantised after the activations are computed, and not kept.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ class QuantTensors:
 
     Args:
         layout: the format, and the tensors of one weight.
-        tensors: the tensors by name, arrays or StackSlices, with the same leading axes each. They may be the
-            parts of one device.
+        tensors: the tensors by name, arrays or StackSlices, with the same leading axes each. They may be one
+            device's shards.
 
     Attributes:
         shape: shape of the weights.
@@ -68,7 +68,7 @@ class QuantTensors:
         return QuantTensors(self.layout, {name: run(a) for name, a in self.tensors.items()})
 
     def finer(self, along: int, parts: int) -> QuantTensors:
-        """The same weight with smaller blocks, if a block would be in two of equal parts of an axis."""
+        """The same weight with smaller blocks, if splitting an axis into equal parts would cut a block."""
         layout = self.layout
         size, block = layout.shape[along], layout.block(along)
         new = math.gcd(block, size // parts)
