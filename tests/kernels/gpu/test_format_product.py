@@ -43,6 +43,16 @@ def test_the_kernel(case, tokens):
     np.testing.assert_array_equal(found, again)
 
 
+@pytest.mark.parametrize("name", ["bitsandbytes nf4", "bitsandbytes fp4"])
+def test_blocks_of_bitsandbytes_within_rows(name):
+    layout, stacks, values = made(CASES[name], 2, (48, 192))
+    assert layout.tensors[0].shape == (48, 96)
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(5, 192)), jnp.float32)
+    found = gpu.matmul(layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
+    expected = np.asarray(x, np.float64) @ values[1].T
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order", "awq", "bitsandbytes nf4"])
 def test_exact_in_float32(name):
     layout, stacks, values = made(CASES[name], 3)
