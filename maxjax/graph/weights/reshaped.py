@@ -18,7 +18,19 @@ _READ_BYTES = 64 << 20
 
 
 def reshaped(data: WeightData, shape: Sequence[int]) -> WeightData:
-    """An unread WeightData in another shape with as many elements; it stays unread."""
+    """Return an unread WeightData in another shape with as many elements; it stays unread.
+
+    Example:
+        >>> import os, tempfile
+        >>> from maxjax.graph.weights import SafetensorWeights
+        >>> header = b'{"w":{"dtype":"U8","shape":[6,1],"data_offsets":[0,6]}}'
+        >>> path = os.path.join(tempfile.mkdtemp(), "m.safetensors")
+        >>> with open(path, "wb") as f:
+        ...     _ = f.write(len(header).to_bytes(8, "little") + header + bytes(range(6)))
+        >>> data = reshaped(SafetensorWeights([path]).w.data(), (2, 3))
+        >>> data.is_loaded, data.data.tolist()
+        (False, [[0, 1, 2], [3, 4, 5]])
+    """
     assert data.source is not None
     source = ReshapedSource(data.source, data.name, shape)
     new = WeightData.lazy(source, data.name, data.dtype, shape)

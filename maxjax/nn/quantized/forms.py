@@ -50,6 +50,11 @@ class Reshaped:
 
     Attributes:
         shape: shape in files.
+
+    Example:
+        >>> form = Reshaped((6, 1))
+        >>> form.fits(DType.uint8, (6, 1)), form.fits(DType.uint8, (2, 3))
+        (True, False)
     """
 
     shape: tuple[int, ...]
