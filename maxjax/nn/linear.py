@@ -29,7 +29,7 @@ from .layer import Module, hooks
 from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded, split_layers, strategy_by
 from .low_rank import LowRank, all_updated
-from .product import add_bias, products
+from .product import add_bias
 from .product import linear as linear
 
 # A weight is [out, in]: its last axis is the fan-in.
@@ -115,7 +115,7 @@ class Linear(LowRank):
         """
         limit = self.clip_weight
         weight = self.weight if limit is None else self._clipped(limit)
-        return self._with_bias(products(x, [weight])[0], x)
+        return self._with_bias(matmul(x, weight), x)
 
     def _with_bias(self, y: jax.Array, x: Any) -> jax.Array:
         """The product of ``x`` and the weight, with the update of LoRA and the bias."""
@@ -178,7 +178,7 @@ def linears(layers: Sequence[Any], x: Any) -> list[jax.Array]:
     watched = hooks.token() or any(isinstance(a, Linear) and is_wanted(a) for a in layers)
     if watched or any(type(a) is not Linear or a.clip_weight is not None for a in layers):
         return [layer(x) for layer in layers]
-    results = all_updated(layers, x, products(x, [layer.weight for layer in layers]))
+    results = all_updated(layers, x, matmul(x, [layer.weight for layer in layers]))
     return [add_bias(y, layer.bias) for y, layer in zip(results, layers, strict=True)]
 
 
@@ -267,11 +267,11 @@ class ColumnParallelLinear(Linear):
         # Otherwise, if the weight is split by columns, XLA would also split the features of the layers before.
         x = replicate_last_axis(jnp.asarray(x), self.weight, 1)
         if weight is not self.weight or x.ndim < 2 or not can_be_in_place(weight, x):
-            return products(x, [weight])[0]
+            return matmul(x, weight)
         rows, columns = map(int, weight.logical_shape)
         # The factor 4: activations may have twice the bytes of weights, and in-place use must halve what is moved.
         if 4 * math.prod(x.shape[:-1]) * (rows + columns) > rows * columns:
-            return products(x, [weight])[0]
+            return matmul(x, weight)
         return in_place(lambda operand, x: matmul(x, operand), weight, x, features=0, whole=False)
 
 

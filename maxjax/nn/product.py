@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,10 +10,8 @@ import jax.numpy as jnp
 from ..absent import hides, refuse_arguments
 from ..dtype import DType, promote
 from ..graph.kind import as_array, on_float_arrays
-from ..graph.placement.specs import axis_of, mesh_of, split_over
 from ..graph.quantization import QuantizationEncoding
-from ..kernels import QuantArray, explicit, matmul
-from ..kernels.matmul import kernel_operand
+from ..kernels import QuantArray, matmul
 
 
 @hides("quant_config", "input_scale", "weight_scale", "weight_scale_2")
@@ -49,21 +46,6 @@ def linear(
         weight = QuantArray(jnp.asarray(weight), quantization_encoding.value)
     refuse_arguments("linear", quant_config=quant_config)
     return matmul(jnp.asarray(x), weight)
-
-
-def products(x: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
-    """``x @ w.T`` for Weights or arrays ``[out, in]``, of whose blocks each device of a mesh multiplies by its part."""
-    return matmul(x, [_operand(w) for w in weights])
-
-
-def _operand(weight: Any) -> Any:
-    w = kernel_operand(weight)
-    mesh = mesh_of([getattr(weight, "sharding", None)]) if isinstance(w, QuantArray) else None
-    if mesh is None or mesh.size == 1:
-        return w
-    fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
-    split = [tuple(n for n in split_over(weight, axis) if n != fsdp) for axis in (0, 1)]
-    return QuantArray(w.blocks, w.encoding, w.activations, explicit.Division.of(mesh, split))
 
 
 def add_bias(y: jax.Array, bias: Any) -> jax.Array:

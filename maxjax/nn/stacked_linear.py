@@ -25,7 +25,7 @@ from .layer.observe.frames import is_wanted
 from .layer.sharded import sharded
 from .linear import Linear, bias_strategy, linears
 from .low_rank import LowRank
-from .product import add_bias, products
+from .product import add_bias
 
 
 class StackedLinear(LowRank):
@@ -204,7 +204,7 @@ class StackedLinear(LowRank):
 
     def _matmul(self, x: Any) -> jax.Array:
         weight = self.weight if self.clip_weight is None else as_array(self.stacked_weight)
-        return add_bias(self.updated(products(x, [weight])[0], x), self.bias)
+        return add_bias(self.updated(matmul(x, weight), x), self.bias)
 
     def split(self, y: Any) -> list[jax.Array]:
         """Splits the result of a call into those of the linear layers, ``[..., out_dim]`` each."""

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from ...dtype import DType
 from ...kernels import QuantArray, StackSlice, explicit
@@ -40,6 +41,7 @@ from ..kind import KIND, to_value, value_class
 from ..operands import check_indices, fitting
 from ..operators import Operators
 from ..placement.arrays import as_used, is_usable_in_place, put
+from ..placement.specs import axis_of, split_over
 from ..placement.split import Split
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
 from ..placement.strategy import shard_shape
@@ -494,7 +496,16 @@ class Weight(OfWeight, Operators):
         operand = leaf if gathered and self._is_in_place(leaf) else self._as_array(gathered)
         if spec.packing is None:
             return operand
-        return QuantArray(operand, spec.packing.value, spec.activations)
+        return QuantArray(operand, spec.packing.value, spec.activations, self._division())
+
+    def _division(self) -> explicit.Division | None:
+        """How a mesh divides the weight ``[out, in]``, but for ``fsdp``, over which it is gathered."""
+        where = self.sharding
+        if not isinstance(where, NamedSharding) or where.mesh.size == 1 or len(self.shape) != 2:
+            return None
+        fsdp = axis_of(where.mesh, "fsdp")
+        split = [tuple(name for name in split_over(self, axis) if name != fsdp) for axis in (0, 1)]
+        return explicit.Division.of(where.mesh, split)
 
     def __kernel_operand__(self) -> Any:
         return self.operand()
