@@ -74,7 +74,7 @@ def matmul(x: Any, w: Any) -> Any:
 def _matmul(x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
     if len(weights) > 1 and any(isinstance(w, QuantTensors) for w in weights):
         return [_matmul(x, [w])[0] for w in weights]
-    if isinstance(weights[0], QuantTensors):
+    if weights and isinstance(weights[0], QuantTensors):
         return [format_matmul(x, weights[0])]
     if any(isinstance(w, QuantArray) for w in weights):
         return _in_groups(x, weights)

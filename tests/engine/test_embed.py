@@ -270,7 +270,8 @@ def compilations(caplog, run):
 
 def test_compiled_once_for_each_shape(small, caplog):
     model, tokenizer = small
-    model.pooling = Pooling(("cls",))  # a program of its own
+    model.pooling = Pooling(("cls",))
+    jax.clear_caches()  # of programs that other tests have compiled
     words = lambda n: " ".join(["time"] * n)
     first = compilations(caplog, lambda: embed(model, tokenizer, [words(n) for n in (1, 5, 9, 20)]))
     assert first == 1  # all four in [1, 64]
