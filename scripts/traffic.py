@@ -337,10 +337,8 @@ class _Traffic(Follow):
         if kind == "custom-call":
             return self.kernel(one, given, types)
         if kind.removesuffix("-start") in COLLECTIVES:
-            result = max(
-                map(_bytes, tuple_parts(one.type) if one.type.startswith("(") else [one.type])
-            )
-            return sum(map(_in_memory, types)), result
+            parts = tuple_parts(one.type) if one.type.startswith("(") else [one.type]
+            return sum(map(_in_memory, types)), _in_memory(max(parts, key=_bytes))
         return sum(map(_in_memory, types)), _in_memory(one.type)
 
     # --- kernels

@@ -93,6 +93,9 @@ ENTRY %main (x: f32[64]) -> f32[512] {
     gather, reduce = moved(text)
     assert (gather.reads, gather.writes) == (256, 2048)
     assert (reduce.reads, reduce.writes) == (2048, 2048)
+    text = text.replace("f32[512]{0} all-gather-done", "f32[512]{0:T(128)S(1)} all-gather-done")
+    text = text.replace("%r = f32[512]{0}", "%r = f32[512]{0:T(128)S(1)}")
+    assert [(one.reads, one.writes) for one in moved(text)] == [(256, 2048)]
 
 
 # --- fusions --------------------------------------------------------------------------------------
