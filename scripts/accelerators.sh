@@ -3,7 +3,7 @@
 # copies, collectives and kernels with scripts/aot.txt. No such device is needed.
 #
 #   scripts/accelerators.sh                           compares; up to 4 minutes on two cores
-#   scripts/accelerators.sh --packed                  compares programs of packed models; up to 20 minutes
+#   scripts/accelerators.sh --packed                  compares programs of packed models; 10 to 20 minutes
 #   scripts/accelerators.sh --table scripts/aot.txt   takes any arguments of scripts/aot.py
 #
 # The compilers are installed once into .compilers, an environment that also sees the packages of .venv: about

@@ -224,19 +224,11 @@ def test_the_fixed_set_has_what_it_is_for():
         assert Topology.of(topology).count >= case.devices
 
 
-# Programs that need more memory than a device has.
-REFUSED = {
-    f"v5e:2x4 {program} S=2048 NF4"
-    for program in ("decode llama70x2 model=8 B=1", "decode llama70x2 model=8 B=64",
-                    "prefill llama70x2 model=8 B=4 T=512")
-}  # fmt: skip
-
-
 def test_the_committed_table_is_of_the_fixed_set():
     found = aot.read_table((Path(aot.__file__).parent / "aot.txt").read_text())
     wanted = [f"{topology} {case}" for topology, case in aot.fixed_set()]
     assert list(dict.fromkeys(name.rpartition(" | ")[0] for name in found)) == wanted
-    assert {name.rpartition(" | ")[0] for name in found if name.endswith("| failed")} == REFUSED
+    assert not any(name.endswith("| failed") for name in found)
 
 
 def test_no_program_of_the_committed_table_reads_less_than_it_needs():
