@@ -222,7 +222,9 @@ TOPOLOGIES = {
 }
 
 
-def _packed_dense(packed: str) -> list[tuple[str, Case]]:
+def _packed_dense(
+    packed: str, topologies: tuple[str, ...] = ("h200:8", "v5e:2x4")
+) -> list[tuple[str, Case]]:
     """Programs of Llama 70B in a format."""
     model = partial(
         Case, model="llama70", layers=2, mesh={"model": 8}, capacity=2048, packed=packed
@@ -232,7 +234,7 @@ def _packed_dense(packed: str) -> list[tuple[str, Case]]:
         model("decode", batch=64),
         model("prefill", batch=4, tokens=512),
     )
-    return [(topology, case) for topology in ("h200:8", "v5e:2x4") for case in cases]
+    return [(topology, case) for topology in topologies for case in cases]
 
 
 def _packed_mixture(model: str, layers: int, packed: str, tpu: str) -> list[tuple[str, Case]]:
@@ -250,6 +252,8 @@ def _packed_mixture(model: str, layers: int, packed: str, tpu: str) -> list[tupl
 PACKED: tuple[tuple[str, Case], ...] = (
     *(pair for packed in ("FP8", "AWQ", "GPTQ", "INT8", "NF4", "Q4_K", "Q8_0", "IQ4_XS")
       for pair in _packed_dense(packed)),
+    *(pair for packed in ("GPTQ_ORDER", "NF4_NESTED", "NVFP4")
+      for pair in _packed_dense(packed, ("h200:8",))),
     *((topology, Case("decode", "gptoss120", 2, {"model": 1}, 1, 2048, packed="MXFP4"))
       for topology in ("h200:8", "v5e:2x4")),
     *_packed_mixture("gptoss120", 2, "MXFP4", "v5e:2x4"),
