@@ -38,18 +38,18 @@ class FormatOperand(NamedTuple):
 
 
 def format_product(
-    x: jax.Array, layout: QuantLayout, tensors: Mapping[str, Any], layer: Any, dtype: Any
+    x: jax.Array, layout: QuantLayout, tensors: Mapping[str, Any], places: Any, dtype: Any
 ) -> jax.Array:
     """``x @ w.T`` for a quantised weight, in ``dtype``.
 
     Args:
         x: activations ``[..., in]``.
         tensors: tensors of the weight by name, or stacks of them with one leading axis each.
-        layer: index in the stacks, an int32 scalar; it is ignored without stacks.
+        places: index of each tensor in its stack, int32 ``[tensors]``; it is ignored for tensors that are not stacks.
 
     The whole weight is dequantised for derivatives, again in the backward pass.
     """
-    operands = [x, *(tensors[one.name] for one in layout.tensors), layer]
+    operands = [x, *(tensors[one.name] for one in layout.tensors), places]
     return _OPERATION(operands, FormatOperand(layout, np.dtype(dtype)))[0]
 
 
@@ -57,11 +57,11 @@ def _named(layout: QuantLayout, tensors: Sequence[Any]) -> dict[str, Any]:
     return {one.name: array for one, array in zip(layout.tensors, tensors, strict=True)}
 
 
-def _weight(static: FormatOperand, dtype: Any, tensors: Sequence[Any], layer: Any) -> jax.Array:
+def _weight(static: FormatOperand, dtype: Any, tensors: Sequence[Any], places: Any) -> jax.Array:
     """The dequantised weight ``[out, in]``, rounded to a dtype."""
     own = [
-        layer_of(a, layer) if a.ndim > len(one.axes) else a
-        for one, a in zip(static.layout.tensors, tensors, strict=True)
+        layer_of(a, places[i]) if a.ndim > len(one.axes) else a
+        for i, (one, a) in enumerate(zip(static.layout.tensors, tensors, strict=True))
     ]
     found = jax.lax.stop_gradient(_named(static.layout, own))
     return static.layout.of_part(found).dequantise(found).astype(dtype)
@@ -74,9 +74,9 @@ def _float(x: jax.Array) -> Any:
 # Rematerialised: the backward pass dequantises again, instead of keeping the dequantised weights of all layers.
 @partial(jax.checkpoint, static_argnums=(0,))
 def _definition(static: FormatOperand, x: jax.Array, *rest: Any) -> list[jax.Array]:
-    *tensors, layer = rest
+    *tensors, places = rest
     dtype = _float(x)
-    weight = _weight(static, dtype, tensors, layer)
+    weight = _weight(static, dtype, tensors, places)
     return product.products(x.astype(dtype), [weight], [jnp.int32(0)], [static.dtype])
 
 
@@ -91,13 +91,13 @@ def _on_cpu(static: FormatOperand, devices: int, x: jax.Array, *rest: Any) -> li
 
 
 def _by_kernel(platform: str, static: FormatOperand, x: jax.Array, *rest: Any) -> list[jax.Array]:
-    *tensors, layer = rest
+    *tensors, places = rest
     named, kernels = _named(static.layout, tensors), _KERNELS[platform]
     if refused("a matmul with a quantised weight", _why_not(platform, static, x, named)):
         dtype = _float(x)
-        weight = _weight(static, dtype, tensors, layer)
+        weight = _weight(static, dtype, tensors, places)
         return product.definition(x.astype(dtype), [weight], [static.dtype])
-    return [kernels.matmul(static.layout, static.dtype, x, named, layer)]
+    return [kernels.matmul(static.layout, static.dtype, x, named, places)]
 
 
 _KERNELS: dict[str, Any] = {"cuda": triton, "tpu": mosaic}
@@ -110,7 +110,7 @@ def _why_not(platform: str, static: FormatOperand, x: Any, tensors: Mapping[str,
 
 
 def _types(static: FormatOperand, x: Any, *rest: Any) -> list[Any]:
-    layout = static.layout.of_part(_named(static.layout, rest[:-1]))
+    layout = static.layout.of_part(_named(static.layout, rest[: len(static.layout.tensors)]))
     shape = (*x.shape[:-1], layout.out_dim)
     return [x.update(shape=shape, dtype=static.dtype, weak_type=False)]
 
@@ -127,24 +127,26 @@ _OPERATION = Operation(
 
 
 def format_block_matmul(
-    x: jax.Array, layout: QuantLayout, tensors: Mapping[str, Any], owner: jax.Array
+    x: jax.Array, layout: QuantLayout, tensors: Mapping[str, Any], places: Any, owner: jax.Array
 ) -> jax.Array:
     """``x[i] @ w[owner[i]].T`` for stacks of quantised weights: ``[blocks, rows, in]`` → ``[blocks, rows, out]``.
 
     Args:
         tensors: tensors of the weights by name, with one leading axis each.
-        owner: index of each block's weight, int32 ``[blocks]``; where it is negative, results are undefined.
+        places: for each tensor the index in its stack of the weight with number 0, int32 ``[tensors]``.
+        owner: number of each block's weight, int32 ``[blocks]``; where it is negative, results are undefined.
     """
-    operands = [x, *(tensors[one.name] for one in layout.tensors), owner.astype(jnp.int32)]
+    own = [tensors[one.name] for one in layout.tensors]
+    operands = [x, *own, places.astype(jnp.int32), owner.astype(jnp.int32)]
     return _BLOCKS(operands, FormatOperand(layout, np.dtype(x.dtype)))[0]
 
 
 def _block_definition(static: FormatOperand, x: jax.Array, *rest: Any) -> list[jax.Array]:
-    *tensors, owner = rest
+    *tensors, places, owner = rest
 
     def one(block: Any) -> jax.Array:
         rows, number = block
-        return _definition(static, rows, *tensors, jnp.maximum(number, 0))[0]
+        return _definition(static, rows, *tensors, places + jnp.maximum(number, 0))[0]
 
     return [jax.lax.map(one, (x, owner))]
 
@@ -152,11 +154,12 @@ def _block_definition(static: FormatOperand, x: jax.Array, *rest: Any) -> list[j
 def _blocks_by_kernel(
     platform: str, static: FormatOperand, x: jax.Array, *rest: Any
 ) -> list[jax.Array]:
-    *tensors, owner = rest
+    *tensors, places, owner = rest
     named = _named(static.layout, tensors)
     if refused("a matmul of quantised experts", _why_not(platform, static, x, named)):
         return _block_definition(static, x, *rest)
-    return [_KERNELS[platform].kernel(static.layout, static.dtype, x, named, owner)]
+    run = _KERNELS[platform].kernel
+    return [run(static.layout, static.dtype, x, named, owner, places=places)]
 
 
 _BLOCKS = Operation(

@@ -494,6 +494,20 @@ class QuantLayout:
         out, inner = sizes
         return dataclasses.replace(self, out_dim=out, in_dim=inner, tensors=tuple(parts))
 
+    def stacks(self, tensors: Mapping[str, jax.Array], places: Any) -> tuple[dict[str, Any], Any]:
+        """The tensors, each with one leading axis, and the index of each in it.
+
+        Args:
+            tensors: the tensors by name, some with a leading axis.
+            places: index of each tensor that has one, int32 ``[tensors]``, or one index for all.
+        """
+        known = [tensors[one.name].ndim > len(one.axes) for one in self.tensors]
+        found = {
+            one.name: tensors[one.name] if is_stack else tensors[one.name][None]
+            for one, is_stack in zip(self.tensors, known, strict=True)
+        }
+        return found, jnp.where(jnp.array(known), jnp.asarray(places, jnp.int32), 0)
+
     def divides(self, along: int, parts: int) -> bool:
         """Whether equal parts along an axis can be dequantised by themselves, perhaps with finer blocks.
 

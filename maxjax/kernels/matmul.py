@@ -164,12 +164,10 @@ def format_matmul(x: jax.Array, w: QuantTensors, dtype: Any = None) -> jax.Array
     """
     if dtype is None:
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else w.dtype
-    tensors, layer = {name: _flattened(a) for name, a in w.tensors.items()}, _FIRST
-    slices = [a for a in tensors.values() if isinstance(a, StackSlice)]
-    if len(slices) == len(tensors):
-        tensors, layer = {name: a.stack for name, a in tensors.items()}, slices[0].place
-    arrays = {name: to_jax(a) for name, a in tensors.items()}
-    return format_product(x, w.layout, arrays, jnp.asarray(layer, jnp.int32), dtype)
+    tensors = {one.name: _flattened(w.tensors[one.name]) for one in w.layout.tensors}
+    arrays = {name: to_jax(stack_of(a)) for name, a in tensors.items()}
+    places = [a.place if isinstance(a, StackSlice) else 0 for a in tensors.values()]
+    return format_product(x, w.layout, arrays, jnp.stack([jnp.int32(i) for i in places]), dtype)
 
 
 def _has_kernel(x: Any, w: Any) -> bool:

@@ -261,19 +261,17 @@ def matmul(
     dtype: Any,
     x: jax.Array,
     tensors: Mapping[str, Any],
-    layer: jax.Array,
+    places: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``layer`` is an index if the tensors are stacks."""
+    """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``places``: index of each tensor in its stack."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     size = min(MOST_ROWS, count)
     blocks = -(-count // size)
     rows = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, -1)
-    is_stack = tensors[layout.tensors[0].name].ndim > len(layout.tensors[0].axes)
-    owner = jnp.broadcast_to(layer if is_stack else jnp.int32(0), (blocks,))
-    stacks = dict(tensors) if is_stack else {name: a[None] for name, a in tensors.items()}
-    y = kernel(layout, dtype, rows, stacks, owner, interpret)
+    stacks, places = layout.stacks(tensors, places)
+    y = kernel(layout, dtype, rows, stacks, jnp.zeros(blocks, jnp.int32), interpret, places)
     return y.reshape(blocks * size, -1)[:count].reshape(*x.shape[:-1], -1)
 
 
@@ -284,6 +282,7 @@ def kernel(
     tensors: Mapping[str, Any],
     owner: jax.Array,
     interpret: bool = False,
+    places: Any = 0,
 ) -> jax.Array:
     """``x[i] @ w[owner[i]].T``, summed in float32: ``[blocks, rows, in]`` → ``[blocks, rows, out]`` in ``dtype``.
 
@@ -292,6 +291,7 @@ def kernel(
         tensors: stacks of the tensors by name.
         owner: index of each block's weight, int32 ``[blocks]``; where it is negative, nothing is read.
         interpret: whether to run the kernel's operations one by one, on any platform.
+        places: for each tensor the index in its stack of the weight with number 0.
     """
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
@@ -314,7 +314,8 @@ def kernel(
         interpret=interpret,
         name="maxjax_format_matmul",
     )
-    y = call(owner, x, *(tensors[name] for name in names))
+    places = jnp.broadcast_to(jnp.asarray(places, jnp.int32), (len(names),))
+    y = call(owner, places, x, *(tensors[name] for name in names))
     return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
 
 
@@ -325,6 +326,7 @@ def _program(
     wide: int,
     splits: int,
     owner: Any,
+    places: Any,
     x: Any,
     *refs: Any,
 ) -> None:
@@ -333,7 +335,7 @@ def _program(
     from jax.experimental.pallas import triton
 
     *tensors, y = refs
-    stacks = dict(zip(names, tensors, strict=True))
+    stacks = {name: (a, places[i]) for i, (name, a) in enumerate(zip(names, tensors, strict=True))}
     first_row, block, split = pl.program_id(0) * wide, pl.program_id(1), pl.program_id(2)
     _, rows, depth = x.shape
     number = owner[block]
@@ -345,9 +347,9 @@ def _program(
 
     def load(name: str, *indices: Any) -> Any:
         shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in indices))
-        return triton.load(
-            stacks[name].at[(number, *(jnp.broadcast_to(i, shape) for i in indices))]
-        )
+        stack, place = stacks[name]
+        at = (number + place, *(jnp.broadcast_to(i, shape) for i in indices))
+        return triton.load(stack.at[at])
 
     def step(i: Any, total: Any) -> Any:
         start = i * _DEEP

@@ -326,19 +326,17 @@ def matmul(
     dtype: Any,
     x: jax.Array,
     tensors: Mapping[str, Any],
-    layer: jax.Array,
+    places: jax.Array,
     interpret: Any = False,
 ) -> jax.Array:
-    """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``layer`` is an index if the tensors are stacks."""
+    """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``places``: index of each tensor in its stack."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     blocks = -(-count // (MOST_ROWS // 2 if layout.format == "awq" else MOST_ROWS))
     size = -(-count // blocks)
     rows = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, -1)
-    is_stack = tensors[layout.tensors[0].name].ndim > len(layout.tensors[0].axes)
-    stacks = dict(tensors) if is_stack else {name: a[None] for name, a in tensors.items()}
-    owner = (layer if is_stack else jnp.int32(0)).reshape(1)
-    y = kernel(layout, dtype, rows, stacks, owner, interpret)
+    stacks, places = layout.stacks(tensors, places)
+    y = kernel(layout, dtype, rows, stacks, jnp.zeros(1, jnp.int32), interpret, places)
     return y.reshape(blocks * size, -1)[:count].reshape(*x.shape[:-1], -1)
 
 
@@ -349,6 +347,7 @@ def kernel(
     tensors: Mapping[str, Any],
     owner: jax.Array,
     interpret: Any = False,
+    places: Any = 0,
 ) -> jax.Array:
     """``x[i] @ w[owner[i]].T``, summed in float32: ``[B, N, in]`` → ``[B, N, out]`` in ``dtype``.
 
@@ -357,14 +356,16 @@ def kernel(
         owner: index of each block's weight, int32 ``[B]``, or one index ``[1]`` for all; where it is negative,
             results are undefined.
         interpret: argument of ``pallas_call`` that runs the kernel on another platform.
+        places: for each tensor the index in its stack of the weight with number 0.
     """
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import tpu
 
     layout = layout.of_part(tensors)
-    first = layout.tensors[0].name
-    known = jnp.maximum(owner, 0)
-    small = {name: a[known] for name, a in tensors.items() if name != first}
+    names = [one.name for one in layout.tensors]
+    first, known = names[0], jnp.maximum(owner, 0)
+    places = jnp.broadcast_to(jnp.asarray(places, jnp.int32), (len(names),))
+    small = {name: tensors[name][known + places[i]] for i, name in enumerate(names) if i}
     planes = _FORMATS[layout.format](layout, small, **dict(layout.options))
     tiles, _ = _sizes(layout)
     if planes.index is not None:
@@ -450,7 +451,7 @@ def kernel(
     )
     if not interpret:  # otherwise XLA may copy a small stack, with all layers, to VMEM
         stored = tpu.with_memory_space_constraint(stored, tpu.HBM)
-    y = call(known, x, stored, *small_blocks, *index, *tables)
+    y = call(known + places[0], x, stored, *small_blocks, *index, *tables)
     back = np.argsort(np.array(planes.order)) if of_rows > 1 else np.array([0])
     return y[:, back].transpose(0, 2, 3, 1).reshape(blocks, count, out)
 

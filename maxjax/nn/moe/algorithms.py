@@ -418,9 +418,11 @@ def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExp
             return stack
 
         w = w.each(whole) if isinstance(w, PACKED) else whole(w)
-        places = jnp.where(owner < many, owner + firsts[0], -1)
         if isinstance(w, QuantTensors):
-            return format_block_matmul(x, w.layout, w.tensors, places)
+            own = jnp.where(owner < many, owner, -1)
+            starts = jnp.stack([jnp.int32(first) for first in firsts])
+            return format_block_matmul(x, w.layout, w.tensors, starts, own)
+        places = jnp.where(owner < many, owner + firsts[0], -1)
         if isinstance(w, QuantArray):
             return packed_block_matmul(x, w.blocks, places, w.encoding)
         dtype = promote(x.dtype, w.dtype).np

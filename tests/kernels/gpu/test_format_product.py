@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax.kernels.gpu import format_product as gpu
+from maxjax.kernels.tpu import format_product as tpu
 from tests.models.quantizers import CASES
 from tests.nn.test_quantized import layer_of
 
@@ -61,4 +62,19 @@ def test_exact_in_float32(name):
     found = gpu.kernel(layout, jnp.float32, x, stacks, owner, interpret=True)
     for i in (0, 1, 3):
         expected = np.asarray(x[i], np.float64) @ values[owner[i]].T
+        np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kernel", [gpu.kernel, tpu.kernel])
+def test_tensors_at_different_places_of_their_stacks(kernel):
+    """As the finer blocks of one layer's experts beside the numbers of all layers' experts."""
+    layout, stacks, values = made(CASES["fp8 blocks"], 3, (128, 256))
+    first, *small = (one.name for one in layout.tensors)
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(2, 16, 256)), jnp.float32)
+    tensors = {first: stacks[first], **{name: stacks[name][1:] for name in small}}
+    places = jnp.asarray([1, *(0 for _ in small)], jnp.int32)
+    owner = jnp.asarray([1, 0], jnp.int32)
+    found = kernel(layout, jnp.float32, x, tensors, owner, interpret=True, places=places)
+    for i in range(2):
+        expected = np.asarray(x[i], np.float64) @ values[1 + owner[i]].T
         np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
