@@ -8,4 +8,4 @@ scripts/setup.sh
 # tests without these settings, as users run programs.
 export JAX_DISABLE_MOST_OPTIMIZATIONS=1
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_use_fusion_emitters=false"
-exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadscope "$@"
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist worksteal "$@"

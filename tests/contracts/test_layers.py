@@ -225,6 +225,7 @@ def run_and_keep(layer, carry, *inputs):
     return carry, layer(*inputs)
 
 
+@pytest.mark.sampled(20)
 @each_layer
 def test_stack(row):
     """Stacked layers give the results and gradients of each alone; names and values stay, there and back."""

@@ -27,6 +27,7 @@ def made(case, count, shape=(OUT, IN)):
     return layers[0].layout, jax.tree.map(lambda *a: jnp.stack(a), *operands), np.stack(values)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_the_kernel(case, tokens):

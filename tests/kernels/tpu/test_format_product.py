@@ -11,6 +11,7 @@ from tests.models.quantizers import CASES
 SIZES = [(48, 192), (384, 2048)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("shape", SIZES)
 def test_the_kernel(case, shape):

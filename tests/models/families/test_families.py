@@ -89,6 +89,7 @@ def in_pieces(model, ids, lengths, width, capacity=None):
     return found
 
 
+@pytest.mark.sampled(24)
 @EACH
 def test_pieces(case, made):
     """Pieces of 7 tokens in a cache that they fill; on two devices where layers are divided in a way of their own.
