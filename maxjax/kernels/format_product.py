@@ -97,7 +97,28 @@ def _by_kernel(platform: str, static: FormatOperand, x: jax.Array, *rest: Any) -
         dtype = _float(x)
         weight = _weight(static, dtype, tensors, places)
         return product.definition(x.astype(dtype), [weight], [static.dtype])
-    return [kernels.matmul(static.layout, static.dtype, x, named, places)]
+    return [in_blocks(kernels, static.layout, static.dtype, x, named, places)]
+
+
+def in_blocks(
+    kernels: Any, layout: QuantLayout, dtype: Any, x: jax.Array, tensors: Mapping[str, Any], places: Any,
+    interpret: Any = False,
+) -> jax.Array:  # fmt: skip
+    """``x @ w.T`` in ``dtype`` by a platform's kernel, which takes blocks of rows.
+
+    Args:
+        kernels: module of the platform's kernel.
+        places: index of each tensor that is a stack, int32 ``[tensors]``, or one index for all.
+        interpret: whether to run the kernel's operations one by one, on any platform.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    blocks = -(-count // kernels.most_rows(layout))
+    size = -(-count // blocks)
+    rows = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, -1)
+    stacks, places = layout.stacks(tensors, places)
+    y = kernels.kernel(layout, dtype, rows, stacks, jnp.zeros(1, jnp.int32), interpret, places)
+    return y.reshape(blocks * size, -1)[:count].reshape(*x.shape[:-1], -1)
 
 
 _KERNELS: dict[str, Any] = {"cuda": triton, "tpu": mosaic}

@@ -471,6 +471,12 @@ class QuantLayout:
         """The shape of the weight."""
         return self.out_dim, self.in_dim
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether ``g_idx`` says which columns are in a group; otherwise groups are consecutive columns."""
+        names = [one.name for one in self.tensors]
+        return bool(dict(self.options).get("ordered")) or "weight_g_idx" in names
+
     def of_part(self, tensors: Mapping[str, Any]) -> QuantLayout:
         """The layout of the part of the weight that one device holds.
 
@@ -531,8 +537,7 @@ class QuantLayout:
         size = self.shape[along]
         if self.format == "scaled":
             return min((options.get("block") or self.shape)[along], size)
-        names = [one.name for one in self.tensors]
-        if not along or options.get("ordered") or "weight_g_idx" in names:
+        if not along or self.is_ordered:
             return size
         return min(options.get("group", size), size)
 

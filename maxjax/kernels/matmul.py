@@ -24,7 +24,7 @@ from .packed_product import packed_products
 from .product import FLOATS, definition, products
 from .quant_array import QuantArray
 from .quant_tensors import QuantTensors
-from .stack_slice import StackSlice, stack_of
+from .stack_slice import StackSlice, places_of, stack_of
 
 # The layer index of a weight that is not in a stack.
 _FIRST = np.zeros((), np.int32)
@@ -167,7 +167,7 @@ def format_matmul(x: jax.Array, w: QuantTensors, dtype: Any = None) -> jax.Array
     tensors = {one.name: _flattened(w.tensors[one.name]) for one in w.layout.tensors}
     arrays = {name: to_jax(stack_of(a)) for name, a in tensors.items()}
     places = [a.place if isinstance(a, StackSlice) else 0 for a in tensors.values()]
-    return format_product(x, w.layout, arrays, jnp.stack([jnp.int32(i) for i in places]), dtype)
+    return format_product(x, w.layout, arrays, places_of(places), dtype)
 
 
 def _has_kernel(x: Any, w: Any) -> bool:

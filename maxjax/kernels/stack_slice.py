@@ -8,6 +8,7 @@ and the index without a copy, and every other function gets the slice as an arra
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -226,6 +227,13 @@ def _from_start(index: Any, count: int) -> Any:
     if not -count <= index < count:
         raise IndexError(f"index {index} is outside a stack of {count}")
     return int(index) % count
+
+
+def places_of(places: Sequence[Any]) -> Any:
+    """Indices in stacks, ints or integer scalars that may be traced, as int32 ``[n]``."""
+    if all(isinstance(i, int) for i in places):
+        return np.array(places, np.int32)
+    return jnp.stack([jnp.int32(i) for i in places])
 
 
 def slice_of(leaf: Any, index: Any) -> StackSlice:

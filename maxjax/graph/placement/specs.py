@@ -214,6 +214,13 @@ def split_over(weight: Any, axis: int) -> tuple[str, ...]:
     return names_in(where.spec[axis])
 
 
+def used_split(weight: Any, axis: int) -> tuple[str, ...]:
+    """The mesh axes that an axis of a Weight is split over where it is used: it is gathered over ``fsdp``."""
+    names = split_over(weight, axis)
+    fsdp = axis_of(weight.sharding.mesh, "fsdp") if names else None
+    return tuple(name for name in names if name != fsdp)
+
+
 def batch_axes(mesh: Any, count: int, kinds: Sequence[str] = BATCH) -> tuple[str, ...]:
     """The mesh axes that ``count`` rows of a batch are split over: those that divide them evenly.
 

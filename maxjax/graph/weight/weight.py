@@ -41,7 +41,7 @@ from ..kind import KIND, to_value, value_class
 from ..operands import check_indices, fitting
 from ..operators import Operators
 from ..placement.arrays import as_used, is_usable_in_place, put
-from ..placement.specs import axis_of, split_over
+from ..placement.specs import used_split
 from ..placement.split import Split
 from ..placement.strategy import ShardingStrategy as ShardingStrategy
 from ..placement.strategy import shard_shape
@@ -503,9 +503,7 @@ class Weight(OfWeight, Operators):
         where = self.sharding
         if not isinstance(where, NamedSharding) or where.mesh.size == 1 or len(self.shape) != 2:
             return None
-        fsdp = axis_of(where.mesh, "fsdp")
-        split = [tuple(name for name in split_over(self, axis) if name != fsdp) for axis in (0, 1)]
-        return explicit.Division.of(where.mesh, split)
+        return explicit.Division.of(where.mesh, [used_split(self, axis) for axis in (0, 1)])
 
     def __kernel_operand__(self) -> Any:
         return self.operand()

@@ -20,8 +20,7 @@ from ..formats import AWQ_ORDER, QuantLayout
 from ..pallas import result
 from .triton import FLOATS, WARPS, dot, power, too_many
 
-# The most rows of a block: with more, a program runs out of registers.
-MOST_ROWS = 128
+_MOST_ROWS = 128
 # In full precision Triton does not use tensor cores: float32 activations of more rows are not multiplied here.
 _FEW = 16
 # The columns of a tile, at most.
@@ -256,23 +255,9 @@ def lacks(layout: QuantLayout, x: Any, tensors: Mapping[str, Any]) -> str:
     return next(filter(None, map(too_many, tensors.values())), "")
 
 
-def matmul(
-    layout: QuantLayout,
-    dtype: Any,
-    x: jax.Array,
-    tensors: Mapping[str, Any],
-    places: jax.Array,
-    interpret: bool = False,
-) -> jax.Array:
-    """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``places``: index of each tensor in its stack."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    size = min(MOST_ROWS, count)
-    blocks = -(-count // size)
-    rows = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, -1)
-    stacks, places = layout.stacks(tensors, places)
-    y = kernel(layout, dtype, rows, stacks, jnp.zeros(blocks, jnp.int32), interpret, places)
-    return y.reshape(blocks * size, -1)[:count].reshape(*x.shape[:-1], -1)
+def most_rows(layout: QuantLayout) -> int:
+    """The most rows of a block: with more, a program runs out of registers."""
+    return _MOST_ROWS
 
 
 def kernel(
@@ -289,7 +274,8 @@ def kernel(
     Args:
         x: blocks of at most 128 rows.
         tensors: stacks of the tensors by name.
-        owner: index of each block's weight, int32 ``[blocks]``; where it is negative, nothing is read.
+        owner: index of each block's weight, int32 ``[blocks]``, or one index ``[1]`` for all; where it is negative,
+            nothing is read.
         interpret: whether to run the kernel's operations one by one, on any platform.
         places: for each tensor the index in its stack of the weight with number 0.
     """
@@ -315,7 +301,7 @@ def kernel(
         name="maxjax_format_matmul",
     )
     places = jnp.broadcast_to(jnp.asarray(places, jnp.int32), (len(names),))
-    y = call(owner, places, x, *(tensors[name] for name in names))
+    y = call(jnp.broadcast_to(owner, (blocks,)), places, x, *(tensors[name] for name in names))
     return y[0] if splits == 1 else jnp.sum(y, axis=0).astype(dtype)
 
 

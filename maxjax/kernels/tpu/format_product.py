@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import AWQ_ORDER, E2M1, QuantLayout
+from ..formats import AWQ_ORDER, E2M1, QuantLayout, unpacked
 from ..pallas import result
 from .mosaic import LANES
 
 # The most rows of a block, and the most rows and columns of a tile of a weight.
-MOST_ROWS = 1024
+_MOST_ROWS = 1024
 _ROWS, _COLUMNS = 256, 1024
 # The most groups of columns that are not consecutive: a tile has the scales of them all.
 _MOST_GROUPS = 1024
@@ -126,23 +126,12 @@ def _bitsandbytes8(layout: QuantLayout, small: Any) -> Planes:
     return Planes("weight", 8, (0,), False, False, number, layout.in_dim, scale)
 
 
-def _unpacked(words: jax.Array, bits: int, axis: int, count: int, order: Any = None) -> jax.Array:
-    """The numbers in words along an axis, in float32."""
-    places = np.argsort(order) if order is not None else np.arange(32 // bits)
-    shifts = jnp.asarray(places * bits, jnp.uint32)
-    words = jax.lax.bitcast_convert_type(words, jnp.uint32)
-    words = jnp.moveaxis(words, axis, -1)[..., None]
-    parts = words >> shifts.reshape((1,) * (words.ndim - 1) + (-1,)) & np.uint32(2**bits - 1)
-    parts = parts.astype(jnp.float32).reshape(*words.shape[:-2], -1)[..., :count]
-    return jnp.moveaxis(parts, -1, axis)
-
-
 def _pack_quantized(layout: QuantLayout, small: Any, bits: int, group: int) -> Planes:
     scale = small["weight_scale"].swapaxes(1, 2)
     scale = scale.astype(jnp.bfloat16 if scale.dtype == jnp.bfloat16 else jnp.float32)
     less, offset = 2 ** (bits - 1), None
     if (words := small.get("weight_zero_point")) is not None:
-        zero = _unpacked(words, bits, 1, layout.out_dim).swapaxes(1, 2)
+        zero = unpacked(words, bits, 1, layout.out_dim).swapaxes(1, 2)
         less, offset = 0, -zero * scale.astype(jnp.float32)
     number, order = functools.partial(_unsigned, less), tuple(range(32 // bits))
     planes = Planes("weight_packed", bits, order, False, False, number, group, scale, offset)
@@ -153,7 +142,7 @@ def _gptq(
     layout: QuantLayout, small: Any, bits: int, group: int, offset: int, ordered: bool
 ) -> Planes:
     scale = small["scales"].astype(jnp.float32)
-    zero = jnp.mod(_unpacked(small["qzeros"], bits, 2, layout.out_dim) + offset, 2.0**bits)
+    zero = jnp.mod(unpacked(small["qzeros"], bits, 2, layout.out_dim) + offset, 2.0**bits)
     number, order = functools.partial(_unsigned, 0), tuple(range(32 // bits))
     planes = Planes("qweight", bits, order, False, True, number, group, scale, -zero * scale)
     return planes._replace(index=small["g_idx"] if ordered else None)
@@ -163,7 +152,7 @@ def _awq(layout: QuantLayout, small: Any, group: int) -> Planes:
     scale = small["scales"].astype(jnp.float32)
     less, offset = 8, None
     if (words := small.get("qzeros")) is not None:
-        less, offset = 0, -_unpacked(words, 4, 2, layout.out_dim, AWQ_ORDER) * scale
+        less, offset = 0, -unpacked(words, 4, 2, layout.out_dim, AWQ_ORDER) * scale
     return Planes(
         "qweight",
         4,
@@ -263,15 +252,9 @@ def lacks(layout: QuantLayout, x: Any, tensors: Mapping[str, Any]) -> str:
     options = dict(layout.options)
     if options.get("bits", 4) not in (2, 4, 8):
         return f"numbers have {options['bits']} bits"
-    if _is_ordered(layout) and layout.in_dim > _MOST_GROUPS * options["group"]:
+    if layout.is_ordered and layout.in_dim > _MOST_GROUPS * options["group"]:
         return f"more than {_MOST_GROUPS} groups of columns are not consecutive"
     return _sizes(layout.of_part(tensors))[1]
-
-
-def _is_ordered(layout: QuantLayout) -> bool:
-    """Whether ``g_idx`` says which columns are in a group."""
-    names = [one.name for one in layout.tensors]
-    return bool(dict(layout.options).get("ordered")) or "weight_g_idx" in names
 
 
 class _Tiles(NamedTuple):
@@ -294,7 +277,7 @@ def _sizes(layout: QuantLayout) -> tuple[_Tiles, str]:
     each = 1 if layout.format in ("scaled", "bitsandbytes8") else 32 // options.get("bits", 4)
     each = 2 if layout.format in _IN_BYTES else each
     across, along = (each, 1) if by_rows else (1, each)
-    group = inner if _is_ordered(layout) else group  # then each tile has the scales of all groups
+    group = inner if layout.is_ordered else group  # then each tile has the scales of all groups
     if out % across or inner % along or inner % group:
         return _Tiles(0, 0, 0, 0), f"a weight of {out} x {inner} has incomplete words or groups"
     words = _divisor(inner // along, max(LANES, _COLUMNS // along))
@@ -321,23 +304,9 @@ def _divisor(count: int, most: int) -> int:
     return next((n for n in range(most // LANES * LANES, 0, -LANES) if count % n == 0), count)
 
 
-def matmul(
-    layout: QuantLayout,
-    dtype: Any,
-    x: jax.Array,
-    tensors: Mapping[str, Any],
-    places: jax.Array,
-    interpret: Any = False,
-) -> jax.Array:
-    """``x @ w.T`` in ``dtype``: ``[..., in]`` → ``[..., out]``; ``places``: index of each tensor in its stack."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    blocks = -(-count // (MOST_ROWS // 2 if layout.format == "awq" else MOST_ROWS))
-    size = -(-count // blocks)
-    rows = jnp.pad(rows, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, -1)
-    stacks, places = layout.stacks(tensors, places)
-    y = kernel(layout, dtype, rows, stacks, jnp.zeros(1, jnp.int32), interpret, places)
-    return y.reshape(blocks * size, -1)[:count].reshape(*x.shape[:-1], -1)
+def most_rows(layout: QuantLayout) -> int:
+    """The most rows of a block: the sums of all planes of rows are in memory together."""
+    return _MOST_ROWS // 2 if layout.format == "awq" else _MOST_ROWS
 
 
 def kernel(

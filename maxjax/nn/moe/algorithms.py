@@ -34,7 +34,7 @@ from ...kernels.format_product import format_block_matmul
 from ...kernels.grouped import grouped_matmul
 from ...kernels.operation import same_varying
 from ...kernels.packed_product import packed_block_matmul
-from ...kernels.stack_slice import slice_of
+from ...kernels.stack_slice import places_of, slice_of
 from ..activation import activation
 from ..linear import gated
 
@@ -420,8 +420,7 @@ def _apply_kernel(kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExp
         w = w.each(whole) if isinstance(w, PACKED) else whole(w)
         if isinstance(w, QuantTensors):
             own = jnp.where(owner < many, owner, -1)
-            starts = jnp.stack([jnp.int32(first) for first in firsts])
-            return format_block_matmul(x, w.layout, w.tensors, starts, own)
+            return format_block_matmul(x, w.layout, w.tensors, places_of(firsts), own)
         places = jnp.where(owner < many, owner + firsts[0], -1)
         if isinstance(w, QuantArray):
             return packed_block_matmul(x, w.blocks, places, w.encoding)

@@ -200,7 +200,7 @@ class Experts(ExpertStack):
             return None, None
         if not self.is_stacked and any(tensor.spec.encoding is not None for tensor in tensors):
             return mesh, None
-        split = split_of(experts, mesh)
+        split = split_of(experts)
         parts = 1 if split is None else parts_over(mesh, split.inner)
         divided = all(
             layer.layout.divides(int(name == self.names[-1]), parts)

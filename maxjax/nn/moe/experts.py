@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ...graph.placement.arrays import on_mesh, specs_within
-from ...graph.placement.specs import axis_of, batch_axes, split_over
+from ...graph.placement.specs import batch_axes, used_split
 from ...kernels import QuantArray
 from .algorithms import (
     CPU_ROWS,
@@ -350,19 +350,16 @@ def _sums(
 Part = tuple[Any, tuple[int | None, ...]]
 
 
-def split_of(experts: Iterable[Sequence[Part]], mesh: Any) -> ExpertSplit | None:
+def split_of(experts: Iterable[Sequence[Part]]) -> ExpertSplit | None:
     """How experts are split over a mesh; None if they are not all split in the same way.
 
     Args:
         experts: for each expert, or for all stacked experts, the numbers of its projections, Weights or
             StackedWeights, the down projection last.
-        mesh: mesh that the weights are sharded over.
     """
-    fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
     found = set()
     for *inputs, down in experts:
         for (numbers, axes), along in (*((w, 0) for w in inputs), (down, 1)):
-            names = split_over(numbers, axes.index(along)) if along in axes else ()
-            inner = tuple(name for name in names if name != fsdp)
+            inner = used_split(numbers, axes.index(along)) if along in axes else ()
             found.add(ExpertSplit(inner, numbers.spec.split))
     return found.pop() if len(found) == 1 else None

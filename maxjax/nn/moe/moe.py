@@ -312,11 +312,7 @@ class MoE(Module):
         definition, holders = self.gate._mx_definition()
         gate = [holder.gathered_array() for holder in holders]
         shared = [self.shared_experts] if self.has_shared_experts else []
-        fused = (
-            shared
-            and _are_plain(shared)
-            and split_of(map(_parts, shared), mesh) == ExpertSplit(axes)
-        )
+        fused = shared and _are_plain(shared) and split_of(map(_parts, shared)) == ExpertSplit(axes)
         weights = [as_array(w) for e in shared if fused for w in _weights(e)]
 
         def local(gate: Any, x: Any, stacked: Any, weights: Any) -> jax.Array:
@@ -343,7 +339,7 @@ class MoE(Module):
         mesh = mesh_of([w.sharding for e in self.experts for w in _weights(e)])
         if mesh is None or any(map(is_manual, mesh.axis_names)):
             return None, ()
-        found = split_of(map(_parts, self.experts), mesh)
+        found = split_of(map(_parts, self.experts))
         return (None, ()) if found is None else (mesh, found.inner)
 
     def sharding_rules(self) -> dict[str, Any]:

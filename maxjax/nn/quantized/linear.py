@@ -17,13 +17,12 @@ from ...graph.placement.arrays import is_manual, on_mesh, specs_within
 from ...graph.placement.specs import (
     BATCH,
     PartOf,
-    axis_of,
     batch_axes,
     mesh_of,
     names_in,
     parts_over,
     spec_of,
-    split_over,
+    used_split,
 )
 from ...graph.weight.weight import Weight
 from ...kernels import QuantTensors, explicit, matmul
@@ -123,12 +122,8 @@ class QuantizedLinear(LowRank):
         mesh = mesh_of([weight.sharding for weight in weights.values()])
         if mesh is None or mesh.size == 1 or any(map(is_manual, mesh.axis_names)):
             return None, (), None
-        fsdp = axis_of(mesh, "fsdp")  # weights are gathered over this axis
         first = layout.tensors[0]
-        found = {
-            along: tuple(name for name in split_over(weights[first], axis) if name != fsdp)
-            for axis, along in enumerate(first.axes)
-        }
+        found = {along: used_split(weights[first], axis) for axis, along in enumerate(first.axes)}
         split = _Split(found.get(0, ()), found.get(1, ()))
         divided = (layout.divides(i, parts_over(mesh, names)) for i, names in enumerate(split))
         return mesh, split.rows, split if all(divided) else None

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax.kernels.format_product import in_blocks
 from maxjax.kernels.gpu import format_product as gpu
 from maxjax.kernels.tpu import format_product as tpu
 from tests.models.quantizers import CASES
@@ -36,12 +37,12 @@ def test_the_kernel(case, tokens):
     if why := gpu.lacks(layout, x, stacks):
         assert layout.format == "ternary" or layout.format == "mxfp4" or "bits" in why
         return
-    found = gpu.matmul(layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
+    found = in_blocks(gpu, layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
     expected = np.asarray(x, np.float64) @ values[1].T
     # Weights are rounded to bfloat16.
     np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-8 * np.abs(expected).max())
     alone = {name: a[1] for name, a in stacks.items()}
-    again = gpu.matmul(layout, jnp.float32, x, alone, jnp.int32(0), interpret=True)
+    again = in_blocks(gpu, layout, jnp.float32, x, alone, jnp.int32(0), interpret=True)
     np.testing.assert_array_equal(found, again)
 
 
@@ -50,7 +51,7 @@ def test_blocks_of_bitsandbytes_within_rows(name):
     layout, stacks, values = made(CASES[name], 2, (48, 192))
     assert layout.tensors[0].shape == (48, 96)
     x = jnp.asarray(np.random.default_rng(9).normal(size=(5, 192)), jnp.float32)
-    found = gpu.matmul(layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
+    found = in_blocks(gpu, layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
     expected = np.asarray(x, np.float64) @ values[1].T
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 

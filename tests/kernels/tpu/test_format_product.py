@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax.kernels.format_product import in_blocks
 from maxjax.kernels.tpu import format_product as tpu
 from tests.kernels.gpu.test_format_product import made
 from tests.models.quantizers import CASES
@@ -21,7 +22,7 @@ def test_the_kernel(case, shape):
         if why := tpu.lacks(layout, x, stacks):
             assert "weights are in" in why, why
             return
-        found = tpu.matmul(layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
+        found = in_blocks(tpu, layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
         expected = np.asarray(x, np.float64) @ values[1].T
         # Weights are rounded to bfloat16.
         np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-8 * np.abs(expected).max())
@@ -40,7 +41,7 @@ def test_devices_with_a_half_of_the_columns_each(name):
                   for along, n in sizes]  # fmt: skip
             part[one.name] = stacks[one.name][(slice(None), *at)]
         assert not tpu.lacks(layout, x[:, half], part)
-        total += tpu.matmul(layout, jnp.float32, x[:, half], part, jnp.int32(0), interpret=True)
+        total += in_blocks(tpu, layout, jnp.float32, x[:, half], part, jnp.int32(0), interpret=True)
     expected = np.asarray(x, np.float64) @ values[0].T
     np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
