@@ -1,6 +1,7 @@
-"""Reads slots of one layer of a cache, without copying or converting the other layers.
+"""Reads slots or pages of one layer of a cache, without copying or converting the other layers.
 
-Shapes: L layers, B sequences, K KV heads, S slots; axes after the slots belong to one token.
+Shapes: L layers, B sequences, K KV heads, S slots; N pages of P slots, M pages of each sequence (``pages.py``);
+axes after the slots belong to one token.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import explicit
 from .operation import Operation, has_static_shapes, types_of
+from .pages import checked_table
 
 
 def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -> jax.Array:
@@ -27,6 +30,33 @@ def slots_of(array: jax.Array, layer: jax.Array, start: jax.Array, count: int) -
     if not (has_static_shapes(array) and isinstance(count, int)):
         return _definition(count, array, layer, start)[0]
     return _OPERATION([array, layer, start], count)[0]
+
+
+def pages_of(array: jax.Array, layer: jax.Array, table: jax.Array) -> jax.Array:
+    """Return the pages of each sequence in one layer of a pool, one after the other: ``[B, K, M · P, ...]``.
+
+    Args:
+        array: the pool ``[L, N, K, P, ...]``.
+        layer: index of the layer, an int32 scalar.
+        table: the pages of each sequence, integers ``[B, M]``. What an entry outside 0 to N - 1 gives is
+            some other page of the layer.
+
+    Raises:
+        ValueError: the table is not of this form.
+
+    Example:
+        >>> pool = jnp.arange(12).reshape(2, 3, 1, 2)
+        >>> pages_of(pool, jnp.int32(1), jnp.array([[2, 0]]))[0, 0].tolist()
+        [10, 11, 6, 7]
+    """
+    table = checked_table(table, table.shape[0])
+    mesh = explicit.mesh_of(array, table)
+    _, _, heads, _, *rest = explicit.entries(array)
+    run = lambda *operands: _PAGES(operands, None)[0]
+    if not has_static_shapes(array, table):
+        run = lambda *operands: _pages_definition(None, *operands)[0]
+    wanted = [explicit.entries(table)[0], heads, (), *rest]
+    return explicit.automatic(run, mesh, wanted)(array, layer, table)
 
 
 def bits(array: jax.Array) -> jax.Array:
@@ -67,3 +97,43 @@ def _kernel(count: int, array: Any, layer: Any, start: Any) -> Any:
 
 
 _OPERATION = Operation("maxjax_read_slots", _types, _definition, {"cpu": _kernel}, None, None)
+
+
+# -- pages
+
+
+@jax.custom_jvp
+def _gathered(array: jax.Array, layer: jax.Array, table: jax.Array) -> jax.Array:
+    def of_bits(array: jax.Array, layer: jax.Array, table: jax.Array) -> jax.Array:
+        return from_bits(_gather(bits(array), layer, table), array.dtype)
+
+    # As above; bits have no derivative.
+    return jax.lax.platform_dependent(array, layer, table, cpu=of_bits, default=_gather)
+
+
+@_gathered.defjvp
+def _gathered_jvp(primals: Any, tangents: Any) -> Any:
+    _, layer, table = primals
+    return _gathered(*primals), _gather(tangents[0], layer, table)
+
+
+def _gather(array: jax.Array, layer: jax.Array, table: jax.Array) -> jax.Array:
+    # One gather with two indices: a slice of the layer would be a copy of all its pages.
+    found = array.at[layer, table].get(mode="clip")  # [B, M, K, P, ...]
+    return found.swapaxes(1, 2).reshape(_pages_shape(array, table))
+
+
+def _pages_definition(static: None, *operands: jax.Array) -> list[jax.Array]:
+    return [_gathered(*operands)]
+
+
+def _pages_shape(array: Any, table: Any) -> tuple[int, ...]:
+    batch, count = table.shape
+    return (batch, array.shape[2], count * array.shape[3], *array.shape[4:])
+
+
+def _pages_types(static: None, array: Any, layer: Any, table: Any) -> list[Any]:
+    return [array.update(shape=_pages_shape(array, table), weak_type=False)]
+
+
+_PAGES = Operation("maxjax_read_pages", _pages_types, _pages_definition, {}, None, None)

@@ -1,6 +1,7 @@
 """Writes tokens into slots of one layer of a cache, in place.
 
-Shapes: L layers, B sequences, T tokens, K KV heads, S slots; axes after the slots belong to one token.
+Shapes: L layers, B sequences, T tokens, K KV heads, S slots; N pages of P slots, M pages of each sequence
+(``pages.py``); axes after the slots belong to one token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from . import explicit
 from .cache_read import bits, from_bits
 from .decode import step
 from .operation import Operation, has_static_shapes, types_of
+from .pages import checked_table, places_of
 from .pallas import program_device
 from .stack_slice import layer_of
 from .tpu import cache_write as mosaic
@@ -30,11 +32,12 @@ def write_tokens(
     place: jax.Array,
     consecutive: bool = False,
     division: explicit.Division | None = None,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     """``array`` with tokens written to slots ``place`` of a layer.
 
     Args:
-        array: the cache ``[L, B, K, S, ...]``.
+        array: the cache ``[L, B, K, S, ...]``; with ``table`` a pool of pages ``[L, N, K, P, ...]``.
         new: the tokens ``[B, T, K, ...]``, which are converted to the cache's dtype.
         layer: index of the layer, an int32 scalar.
         place: the slot of each token, int32 ``[B, T]``. Tokens with slots from S on are dropped; the other
@@ -42,6 +45,13 @@ def write_tokens(
         consecutive: whether in each row the tokens that are not dropped come first, and their slots are
             consecutive. TPUs then write each row at once.
         division: how a mesh shards ``array``, if that is known.
+        table: the pages of each sequence, integers ``[B, M]``; then ``place`` is the position of each token in its
+            sequence, and token p is written to slot ``p % P`` of page ``table[b, p // P]``. Tokens with negative
+            positions, with positions from M · P on, or whose page is outside 0 to N - 1, are dropped; no two
+            others may have the same place. TPUs copy a pool whose slots are last in memory (128 does not divide D).
+
+    Raises:
+        ValueError: the table is not of this form.
 
     Example:
         >>> cache, new = jnp.zeros((1, 1, 1, 4)), jnp.array([[[5.0], [6.0], [7.0]]])
@@ -50,6 +60,12 @@ def write_tokens(
     """
     new = new.astype(array.dtype)
     mesh = explicit.mesh_of(array, new)
+    if table is not None:
+        table = checked_table(table, place.shape[0])
+        fits = has_static_shapes(array, place, table)
+        write: Any = (lambda *operands: _PAGES(operands, None)[0]) if fits else _scattered
+        write = explicit.automatic(write, mesh, explicit.entries(array))
+        return write(array, new, layer, place, table)
     if mesh is not None:
         division = explicit.Division.of(mesh, explicit.entries(array))
     elif division is not None:  # scales have one axis less than keys
@@ -65,34 +81,61 @@ def write_tokens(
     return explicit.automatic(run, mesh, explicit.entries(array))(array, new, layer, place)
 
 
+def _scattered(
+    array: jax.Array,
+    new: jax.Array,
+    layer: jax.Array,
+    place: jax.Array,
+    table: jax.Array | None = None,
+) -> jax.Array:
+    row = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
+    if table is not None:
+        row, place, _ = places_of(table, place, array.shape[1], array.shape[3])
+    return _put(array, new, layer, row, place)
+
+
 @jax.custom_jvp
-def _scattered(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
-    def of_bits(array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
-        return from_bits(_set(bits(array), bits(new), layer, place), array.dtype)
+def _put(array: jax.Array, new: jax.Array, *index: jax.Array) -> jax.Array:
+    def of_bits(array: jax.Array, new: jax.Array, *index: jax.Array) -> jax.Array:
+        return from_bits(_set_all_heads(bits(array), bits(new), *index), array.dtype)
 
     # On CPUs XLA converts a whole bfloat16 array to float32 before a scatter, and back after it, so
     # the bits are scattered there. On TPUs that bitcast would copy the array.
-    return jax.lax.platform_dependent(array, new, layer, place, cpu=of_bits, default=_set)
+    return jax.lax.platform_dependent(array, new, *index, cpu=of_bits, default=_set)
 
 
-@_scattered.defjvp
-def _scattered_jvp(primals: Any, tangents: Any) -> Any:
-    array, _, layer, place = primals
+@_put.defjvp
+def _put_jvp(primals: Any, tangents: Any) -> Any:
+    array, _, layer, row, place = primals
     changes = (tangents[0], tangents[1].astype(array.dtype))
     # A scatter has a transpose only with unique_indices, which dropped tokens must satisfy too. XLA for
     # TPUs copies the whole array for such a scatter, so only the derivative uses it.
-    size, length = array.shape[3], place.shape[1]
-    differing = jnp.where(place < size, place, size + jnp.arange(length, dtype=jnp.int32))
-    return _scattered(*primals), _set(*changes, layer, differing, unique_indices=True)
+    size, (batch, length) = array.shape[3], place.shape
+    other = size + jnp.arange(batch * length, dtype=jnp.int32).reshape(batch, length)
+    differing = jnp.where(place < size, place, other)
+    return _put(*primals), _set(*changes, layer, row, differing, unique_indices=True)
+
+
+def _set_all_heads(
+    array: jax.Array, new: jax.Array, layer: jax.Array, row: jax.Array, place: jax.Array
+) -> jax.Array:
+    # With a slice for the heads, devices that have different heads exchange nothing.
+    return array.at[layer, row, :, place].set(new, mode="drop")
 
 
 def _set(
-    array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array, **options: Any
+    array: jax.Array,
+    new: jax.Array,
+    layer: jax.Array,
+    row: jax.Array,
+    place: jax.Array,
+    **options: Any,
 ) -> jax.Array:
     # The heads are an index too: with a slice for them XLA copies the whole array on TPUs.
-    rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None, None]
     heads = jnp.arange(array.shape[2], dtype=jnp.int32)
-    return array.at[layer, rows, heads, place[:, :, None]].set(new, mode="drop", **options)
+    return array.at[layer, row[:, :, None], heads, place[:, :, None]].set(
+        new, mode="drop", **options
+    )
 
 
 # -- in place on CPUs, rows at once on TPUs
@@ -167,6 +210,16 @@ _OPERATION = Operation(
     "maxjax_write_tokens", _types, _definition, {"cpu": _kernel, "tpu": _row_by_row}, None, _shardings,
     division=lambda static: static.division if static.at_once else None,
 )  # fmt: skip
+
+
+# -- pages of a pool
+
+
+def _pages_definition(static: None, *operands: jax.Array) -> list[jax.Array]:
+    return [_scattered(*operands)]
+
+
+_PAGES = Operation("maxjax_write_pages", _types, _pages_definition, {}, None, None)
 
 
 # -- one token of each row

@@ -21,13 +21,15 @@ from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
 from .alibi import checked_slopes
-from .cache_write import write_token
+from .cache_read import pages_of
+from .cache_write import write_token, write_tokens
 from .decode import triton
 from .decode.blocks import in_blocks
-from .decode.step import Options, biased, seen, written
+from .decode.step import Options, Written, biased, seen, written
 from .gpu.triton import unavailable
 from .int8_rows import restored
 from .operation import Operation, has_static_shapes, types_of
+from .pages import checked_table, is_page
 from .pallas import program_device, refused
 from .product import FLOATS
 from .sinks import checked_sinks
@@ -56,6 +58,7 @@ def decode_attention(
     sinks: Any = None,
     slopes: Any = None,
     division: explicit.Division | None = None,
+    table: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Writes one token of each sequence into the KV cache, and attends from it to the cache.
 
@@ -89,6 +92,10 @@ def decode_attention(
             head's scores, after scale and cap (ALiBi, arXiv:2108.12409). None: no such bias.
         division: how a mesh with Auto axes divides ``keys``, if that is known: XLA for TPUs needs it to
             write in place where 128 does not divide D.
+        table: the pages of each sequence, integers ``[B, M]``. The caches are then pools of N pages of P tokens,
+            ``[N, K, P, D]`` or ``[L, N, K, P, D]``, and S is M · P: page ``table[b, m]`` holds the tokens m · P to
+            m · P + P - 1 of sequence b. Entries outside 0 to N - 1 mean no page: tokens there are not attended to,
+            and a new token there is not written and gets NaN. No two sequences may write to the same page.
 
     Returns:
         The result ``[B, H, D]`` in the dtype of ``q``, and the two caches (or the one), updated in
@@ -96,12 +103,15 @@ def decode_attention(
         computed in float32.
 
     Raises:
-        ValueError: the shapes or scales do not fit together; a window or a cap is not positive.
+        ValueError: the shapes or scales do not fit together; a window or a cap is not positive; ``rotating`` with
+            ``table``.
 
     With float32, float16, bfloat16 or int8, CPUs run a C++ kernel and NVIDIA GPUs one in Triton
     (``decode/triton.py``), which rounds 16-bit queries after rope, and the softmax weights, to their dtype (for
     an int8 cache weights to bfloat16). TPUs, other GPUs, slopes on GPUs, and operands that Triton does not support
     use ``decode/blocks.py``. Other dtypes, derivatives, exports for CPUs and NVIDIA GPUs use :func:`definition`.
+    With ``table``, all but CPUs use :func:`paged_definition`, which copies the pages of the layer; and TPUs copy a
+    pool whose slots are last in memory (128 does not divide D).
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))
@@ -111,13 +121,15 @@ def decode_attention(
         ((1, 2, 8), 1.0, 16.0)
     """
     q, k, keys, lengths = map(jnp.asarray, (q, k, keys, lengths))
-    is_shared = v is None and values is None
+    is_shared, paged = v is None and values is None, table is not None
+    if paged and rotating:
+        raise ValueError("rotating must be False with a table of pages")
     if is_shared:
-        _check(q, k, k, keys, keys, lengths, layer is None, sliding_window, soft_cap)
+        _check(q, k, k, keys, keys, lengths, layer is None, sliding_window, soft_cap, paged)
         v, values = jnp.zeros((), k.dtype), jnp.zeros((), keys.dtype)
     else:
         v, values = jnp.asarray(v), jnp.asarray(values)
-        _check(q, k, v, keys, values, lengths, layer is None, sliding_window, soft_cap)
+        _check(q, k, v, keys, values, lengths, layer is None, sliding_window, soft_cap, paged)
     batch, heads, width = q.shape
     cos, sin = (jnp.zeros((batch, 0)),) * 2 if rope is None else map(jnp.asarray, rope)
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] != batch or 2 * cos.shape[1] > width:
@@ -140,7 +152,11 @@ def decode_attention(
     by_head = [  # [K, G], or [K, 0] without them
         a.astype(jnp.float32).reshape(kv_heads, a.size // max(kv_heads, 1)) for a in by_head
     ]
-    out, *caches = _run(static, grouped, k, v, keys, values, *numbers, *angles, *by_head, *more)
+    if paged:
+        more.append(checked_table(table, batch))
+    operation = _PAGED if paged else _OPERATION
+    operands = [grouped, k, v, keys, values, *numbers, *angles, *by_head, *more]
+    out, *caches = _run(operation, static, operands, len(operands) - paged)
     if is_shared:
         del caches[1]
     return out.reshape(q.shape), *caches
@@ -168,6 +184,7 @@ def _check(
     single: bool,
     window: Any,
     cap: Any,
+    paged: bool,
 ) -> None:
     batch, heads, width = q.shape if q.ndim == 3 else (0, 0, 0)
     kv_heads = k.shape[1] if k.ndim == 3 else 0
@@ -178,14 +195,16 @@ def _check(
         or keys.ndim != (4 if single else 5)
         or keys.shape != values.shape
         or keys.dtype != values.dtype
-        or (*keys.shape[-4:-2], keys.shape[-1]) != (batch, kv_heads, width)
+        or (keys.shape[-3], keys.shape[-1]) != (kv_heads, width)
+        or (keys.shape[-4] == 0 if paged else keys.shape[-4] != batch)
         or 0 in keys.shape[:-4] + keys.shape[-2:-1]
         or lengths.shape != (batch,)
         or (heads % kv_heads if kv_heads else heads)
     ):
         raise ValueError(
             "decode_attention takes q [B, H, D], k and v [B, K, D], caches [B, K, S, D] (or, with "
-            "layer, [L, B, K, S, D]) and lengths [B], H a multiple of K, L and S not 0; not "
+            "layer, [L, B, K, S, D]; with table [N, K, P, D] or [L, N, K, P, D]) and lengths [B], H a "
+            "multiple of K, L, S, N and P not 0; not "
             f"{q.shape}, {k.shape}, {v.shape}, {keys.shape}, {values.shape} and {lengths.shape}"
         )
     if (window is not None and window < 1) or (cap is not None and not cap > 0):
@@ -194,32 +213,69 @@ def _check(
         )
 
 
-def _run(static: Options, *operands: Any) -> Any:
-    floats = operands[: 3 if len(operands) > _SCALES else 5]
+def _run(operation: Operation, static: Options, operands: list[Any], arrays: int) -> Any:
+    """The results of the operation; ``arrays`` is the number of its operands without a table."""
+    floats = operands[: 3 if arrays > _SCALES else 5]
     has_kernel = all(a.dtype in FLOATS for a in floats) and has_static_shapes(*operands)
     if not has_kernel or operands[1].dtype != operands[2].dtype:
-        return definition(static, *operands)
+        return operation.definition(static, *operands)
     mesh = explicit.mesh_of(*operands)
     if mesh is None:
-        return _OPERATION(operands, static)
-    wanted = [
-        explicit.entries(operands[i]) for i in (0, 3, 4, _SCALES, _SCALES + 1) if i < len(operands)
-    ]
+        return operation(operands, static)
+    wanted = [explicit.entries(operands[i]) for i in (0, 3, 4, _SCALES, _SCALES + 1) if i < arrays]
     static = static._replace(division=explicit.Division.of(mesh, wanted[1]))
-    run = lambda *a: _OPERATION(a, static)
+    run = lambda *a: operation(a, static)
     return explicit.automatic(run, mesh, wanted)(*operands)
 
 
 def definition(static: Options, *operands: jax.Array) -> list[jax.Array]:
     """The definition of :func:`decode_attention`, in jnp; ``q`` is ``[B, K, H/K, D]`` here."""
-    q, _, _, keys, _, layer, lengths, _, _, sinks, slopes, *_ = operands
+    _, _, _, keys, _, layer, lengths, *_ = operands
     step, slots = written(static, *operands), keys.shape[-2]
-    seen_keys, seen_values = _read(step.layers(), layer)  # [B, K, S, D]
+    layers = [layer_of(a, layer) for a in step.layers()]
+    sees = seen(static, lengths, jnp.arange(slots), slots)
+    return _attention(static, step, layers, sees, *operands)
+
+
+def paged_definition(static: Options, *operands: jax.Array) -> list[jax.Array]:
+    """The definition of :func:`decode_attention` with a table of pages, the last operand."""
+    *rest, table = operands
+    _, _, _, keys, _, layer, lengths, *_ = rest
+    pages, _, size, _ = keys.shape[-4:]
+    slots = table.shape[1] * size
+    write = functools.partial(_write_pages, table)
+    step = written(static, *rest, write=write, table=table)
+    layers = [pages_of(a, layer, table) for a in step.layers()]
+    sees = seen(static, lengths, jnp.arange(slots), slots)
+    sees &= jnp.repeat(is_page(table, pages), size, axis=1)
+    return _attention(static, step, layers, sees, *rest)
+
+
+def _write_pages(
+    table: jax.Array, arrays: Sequence[jax.Array], new: Sequence[jax.Array], layer: jax.Array,
+    place: jax.Array,
+) -> list[jax.Array]:  # fmt: skip
+    """Pools ``[(L,) N, K, P, ...]`` with tokens ``[B, K, ...]`` at positions ``[B]`` of the sequences."""
+
+    def write(array: jax.Array, one: jax.Array) -> jax.Array:
+        stacked = array if array.ndim == one.ndim + 2 else array[None]
+        found = write_tokens(stacked, one[:, None], layer, place[:, None], table=table)
+        return found.reshape(array.shape)
+
+    return [write(a, x) for a, x in zip(arrays, new, strict=True)]
+
+
+def _attention(
+    static: Options, step: Written, layers: list[jax.Array], sees: jax.Array, *operands: jax.Array
+) -> list[jax.Array]:
+    """The attention to keys and values ``[B, K, S, D]`` where ``sees`` ``[B, S]``, and the caches."""
+    q, _, _, _, _, _, lengths, _, _, sinks, slopes, *_ = operands
+    seen_keys, seen_values = _floats(layers)
+    slots = seen_keys.shape[2]
     scores = jnp.einsum("bkgd,bksd->bkgs", step.q * static.scale, seen_keys)
     if static.cap:
         scores = static.cap * jnp.tanh(scores / static.cap)
     scores = biased(scores, static, lengths, jnp.arange(slots), slots, slopes)
-    sees = seen(static, lengths, jnp.arange(slots), slots)
     scores = jnp.where(sees[:, None, None], scores, -jnp.inf)
     if sinks.size:
         of_all = jnp.broadcast_to(sinks[None, :, :, None], (*scores.shape[:-1], 1))
@@ -229,12 +285,11 @@ def definition(static: Options, *operands: jax.Array) -> list[jax.Array]:
     return step.answer(out, lengths, q.dtype)
 
 
-def _read(caches: list[jax.Array], layer: jax.Array) -> list[jax.Array]:
-    """The keys and values of one layer, in float32."""
-    caches = [layer_of(a, layer) for a in caches]
-    if len(caches) == 2:
-        return [a.astype(jnp.float32) for a in caches]
-    return [restored(n, scale) for n, scale in zip(caches[:2], caches[2:], strict=True)]
+def _floats(layers: list[jax.Array]) -> list[jax.Array]:
+    """The keys and values of one layer, which are followed by their scales for int8, in float32."""
+    if len(layers) == 2:
+        return [a.astype(jnp.float32) for a in layers]
+    return [restored(n, scale) for n, scale in zip(layers[:2], layers[2:], strict=True)]
 
 
 # -- as a JAX primitive
@@ -326,4 +381,13 @@ _OPERATION = Operation(
     "maxjax_decode_attention", _types, definition,
     {"cpu": _kernel, "cuda": _on_cuda}, _rule, _shardings,
     forms={"rocm": in_blocks, "tpu": _on_tpu},
+)  # fmt: skip
+
+
+# -- with a table of pages
+
+
+_PAGED = Operation(
+    "maxjax_paged_decode_attention", lambda static, *operands: _types(static, *operands[:-1]),
+    paged_definition, {}, None, None,
 )  # fmt: skip

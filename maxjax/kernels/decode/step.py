@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ..explicit import Division
 from ..int8_rows import quantised
+from ..pages import places_of
 from ..sinks import with_sinks
 
 
@@ -76,18 +77,24 @@ def write_token(
 
 
 def written(
-    static: Options, *operands: jax.Array, write: Callable[..., list[jax.Array]] = write_token
+    static: Options,
+    *operands: jax.Array,
+    write: Callable[..., list[jax.Array]] = write_token,
+    table: jax.Array | None = None,
 ) -> Written:
     """Rotates ``q`` ``[B, K, G, D]`` and ``k``, and writes ``k`` and ``v`` into the caches.
 
     The operands are those of ``decode_attention.definition``. If ``values`` and ``v`` are scalars, the keys are the
-    values too. ``write`` is :func:`write_token`, or another function that does the same.
+    values too. ``write`` is :func:`write_token`, or another function that does the same. With ``table`` the caches are
+    pools of pages, and ``write`` takes positions in the sequences.
     """
     q, k, v, keys, values, layer, lengths, cos, sin, _, _, *scales = operands
-    slots = keys.shape[-2]
+    slots = keys.shape[-2] if table is None else table.shape[1] * keys.shape[-2]
     q32 = rotated(q.astype(jnp.float32), cos[:, None, None], sin[:, None, None], static)
     k32 = rotated(k.astype(jnp.float32), cos[:, None], sin[:, None], static)
     fits = lengths >= 0 if static.rotating else (lengths >= 0) & (lengths < slots)
+    if table is not None:
+        fits &= places_of(table, lengths[:, None], keys.shape[-4], keys.shape[-2]).exists[:, 0]
     slot = jnp.where(fits, lengths % slots, slots)  # nothing is written past the last slot
     shared = not values.ndim
     caches, new = ([keys, *scales], [k32]) if shared else ([keys, values, *scales], [k32, v])

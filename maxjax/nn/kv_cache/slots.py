@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...graph.placement.rows import foreign, total
 from ...kernels import decode_attention, explicit
+from ...kernels.cache_read import pages_of
 from ...kernels.cache_write import write_tokens
 from ...kernels.int8_rows import quantised, restored
 from ...rendering.rendered import Rendered, summary
@@ -133,7 +134,8 @@ class _Tokens(Rendered):
         """A copy with ``k`` and ``v`` ``[B, T, K, D]`` written to slots ``place`` ``[B, T]`` of a layer.
 
         Args:
-            layer, place, options: as for ``kernels.cache_write.write_tokens``. ``division`` is the keys' division.
+            layer, place, options: as for ``kernels.cache_write.write_tokens``. ``division`` is the keys' division. With
+                ``table`` the arrays are pools of pages, and ``place`` are positions in the sequences.
         """
         layer = jnp.asarray(layer, jnp.int32)
         pairs = zip(jax.tree.leaves(self), self._stored(k, v), strict=True)
@@ -158,7 +160,8 @@ class _Tokens(Rendered):
         """A decode step: returns the attention's result ``[B, H, D]``, and a copy with the new token.
 
         Args:
-            q, k, v, lengths, options: as for :func:`~maxjax.kernels.decode_attention`.
+            q, k, v, lengths, options: as for :func:`~maxjax.kernels.decode_attention`; with ``table`` the arrays are
+                pools of pages.
         """
         keys, *scales = jax.tree.leaves(self)
         new, values = (k, None), None
@@ -168,6 +171,18 @@ class _Tokens(Rendered):
             q, *new, keys, values, lengths, scales=tuple(scales) or None, **options
         )
         return y, self.with_arrays(arrays)
+
+    def pages(self, layer: Any, table: jax.Array) -> list[jax.Array]:
+        """Return the tokens of one layer of a pool of pages, in the order of :attr:`arrays`.
+
+        Args:
+            layer, table: as for ``kernels.cache_read.pages_of``.
+
+        Returns:
+            Keys and values ``[B, K, M · P, D]`` and, for int8, their scales.
+        """
+        layer = jnp.asarray(layer, jnp.int32)
+        return self.with_arrays(pages_of(a, layer, table) for a in jax.tree.leaves(self)).arrays
 
     def layer_slots(self, layer: Any) -> Self:
         """The slots of one layer."""

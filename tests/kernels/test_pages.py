@@ -1,0 +1,391 @@
+"""A cache in pages does what the same cache in one piece does: decode attention, writes and reads through a table."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxjax.kernels import decode_attention
+from maxjax.kernels.cache_read import pages_of
+from maxjax.kernels.cache_write import write_tokens
+from maxjax.nn.kv_cache.slots import Latent, Slots
+from scripts.sharding_product import mesh_of
+from tests.kernels.decode_reference import TYPES, narrowed, operands
+
+both = pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+# Pages of 4 slots, 5 for each sequence, in a pool of 23.
+SIZE, EACH, PAGES = 4, 5, 23
+CACHES = ("keys", "values")
+LENGTHS = (5, 0, 19, -1)
+
+
+def table_of(batch, seed=0):
+    """Pages in any order, all different."""
+    pages = np.random.default_rng(seed).permutation(PAGES)[: batch * EACH]
+    return pages.reshape(batch, EACH).astype(np.int32)
+
+
+def in_pages(cache, table):
+    """A cache ``[..., B, K, S, *rest]`` in pages of a pool of other numbers, as the second of two layers."""
+    batch, heads, _, *rest = cache.shape
+    rng = np.random.default_rng(1)
+    pool = rng.integers(1, 99, (2, PAGES, heads, SIZE, *rest)).astype(cache.dtype)
+    pool[1, table] = cache.reshape(batch, heads, EACH, SIZE, *rest).swapaxes(1, 2)
+    return pool
+
+
+def in_one(pool, table):
+    """The inverse of :func:`in_pages`."""
+    found = np.asarray(pool)[1, table].swapaxes(1, 2)
+    return found.reshape(*found.shape[:2], -1, *found.shape[4:])
+
+
+def contiguous(lengths=LENGTHS, **sizes):
+    return operands(lengths, **({"slots": SIZE * EACH, "heads": 6} | sizes))
+
+
+def paged(given, table):
+    """The same operands with the caches, and the scales of int8, in pages."""
+    one = (lambda a: a[given["layer"]]) if "layer" in given else (lambda a: a)
+    found = given | {"table": table, "layer": 1}
+    for name in CACHES:
+        if given[name] is not None:
+            found[name] = in_pages(one(given[name]), table)
+    if "scales" in given:
+        found["scales"] = tuple(in_pages(one(a), table) for a in given["scales"])
+    return found
+
+
+def arrays(given):
+    """The caches and scales among operands."""
+    return [given[name] for name in CACHES if given[name] is not None] + [*given.get("scales", ())]
+
+
+def same(given, table=None, put=lambda given: given, **options):
+    """Compares attention in pages to that in one cache, which is tested against NumPy."""
+    table = table_of(len(given["lengths"])) if table is None else table
+    one, run = given.get("layer"), jax.jit(functools.partial(decode_attention, **options))
+    wanted, *caches = run(**given)
+    there = paged(given, table)
+    out, *pools = run(**put(there))
+    np.testing.assert_allclose(out, wanted, rtol=1e-6, atol=1e-6)
+    for old, pool, cache in zip(arrays(there), pools, caches, strict=True):
+        cache = cache if one is None else cache[one]
+        np.testing.assert_allclose(
+            *(np.asarray(a, np.float32) for a in (in_one(pool, table), cache)), rtol=1e-6, atol=1e-6
+        )
+        rest = np.array(pool)
+        rest[1, table] = old[1, table]
+        assert rest.tobytes() == old.tobytes()  # no other page was written
+
+
+LATENT = {"v": None, "values": None}
+CASES = {
+    "float32": ({}, {}),
+    "bfloat16": ({"cache": "bfloat16"}, {}),
+    "float16": ({"cache": "float16", "width": 33}, {}),
+    "rope": ({"pairs": 3}, {"interleaved": True, "scale": 0.4}),
+    "window": ({}, {"sliding_window": 6}),
+    "window of one": ({}, {"sliding_window": 1}),
+    "cap and sinks": ({"sinks": True, "pairs": 8}, {"soft_cap": 3.0}),
+    "slopes": ({"slopes": True}, {"sliding_window": 9}),
+    "one head": ({"heads": 5, "kv_heads": 1, "lengths": (19,)}, {}),
+}
+
+
+@pytest.mark.parametrize("which", CASES)
+def test_decode_attention(which):
+    sizes, options = CASES[which]
+    same(contiguous(**sizes), **options)
+
+
+def test_int8():
+    given, _ = narrowed(contiguous(pairs=4, sinks=True))
+    same(given, sliding_window=7)
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
+def test_latent(is_int8):
+    given = contiguous(kv_heads=1, heads=7, width=40) | {"v": np.float32(0)}
+    if is_int8:
+        given, _ = narrowed(given)
+        given["scales"] = given["scales"][:1]
+    same(given | LATENT)
+
+
+def test_one_layer_without_its_axis():
+    given, table = contiguous(), table_of(4)
+    there = paged(given, table)
+    wanted = jax.jit(decode_attention)(**there)
+    del there["layer"]
+    there |= {name: there[name][1] for name in CACHES}
+    out, *pools = jax.jit(decode_attention)(**there)
+    np.testing.assert_array_equal(out, wanted[0])
+    for pool, stack in zip(pools, wanted[1:], strict=True):
+        np.testing.assert_array_equal(pool, stack[1])
+
+
+@pytest.mark.parametrize("missing", [-1, PAGES, 2**31 - 1])
+def test_tokens_without_pages(missing):
+    """A new token without a page is not written and gets NaN; earlier ones are as if they had never been."""
+    given, table = contiguous((5, 17, 20, 40, 6), heads=2), table_of(4)
+    table = np.concatenate([table, table[:1]])
+    table[4], table[0, 2:], table[1, 4], table[4, 1] = missing, missing, missing, 22
+    there = paged(given, np.clip(table, 0, PAGES - 1)) | {"table": table}
+    out, *pools = jax.jit(decode_attention)(**there)
+    assert np.isnan(out[1:4]).all() and np.isfinite(out[0]).all() and np.isfinite(out[4]).all()
+    whole = paged(given, np.clip(table, 0, PAGES - 1))
+    np.testing.assert_allclose(out[0], jax.jit(decode_attention)(**whole)[0][0], rtol=1e-6)
+    for name, new, pool in zip(CACHES, ("k", "v"), pools, strict=True):
+        old = there[name].copy()
+        old[1, table[0, 1], :, 1], old[1, 22, :, 2] = given[new][0], given[new][4]
+        np.testing.assert_array_equal(pool, old)
+    # The last row sees three tokens only.
+    keys, values = (np.asarray(pool)[1, 22, :, :3] for pool in pools)  # [K, 3, D]
+    scores = np.einsum("kd,ksd->ks", given["q"][4], keys) / 4
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    exact = np.einsum("ks,ksd->kd", weights / weights.sum(1, keepdims=True), values)
+    np.testing.assert_allclose(out[4], exact, rtol=1e-5)
+
+
+def test_missing_pages_behind_a_window():
+    given, table = contiguous((18, 9)), table_of(2)
+    run = jax.jit(functools.partial(decode_attention, sliding_window=5))
+    wanted, *_ = run(**paged(given, table))
+    holes = table.copy()
+    holes[0, :3] = holes[1, :1] = -1
+    there = paged(given, table) | {"table": holes}
+    there["keys"][1, table[0, :3]] = np.nan  # nobody reads them
+    np.testing.assert_array_equal(run(**there)[0], wanted)
+
+
+def test_invalid_arguments():
+    there = paged(contiguous(), table_of(4))
+    table = there["table"]
+    for wrong in (table[:2], table[0], table.astype(np.float32), table[:, :0]):
+        with pytest.raises(ValueError, match=r"table must be integers \[4, M\]"):
+            decode_attention(**there | {"table": wrong})
+    with pytest.raises(ValueError, match="rotating must be False"):
+        decode_attention(**there, rotating=True)
+    empty = {name: there[name][:, :0] for name in CACHES}
+    with pytest.raises(ValueError, match="N and P not 0"):
+        decode_attention(**there | empty)
+    new, place = np.zeros((4, 1, 2, 16), np.float32), np.zeros((4, 1), np.int32)
+    with pytest.raises(ValueError, match="table must be integers"):
+        write_tokens(jnp.asarray(there["keys"]), new, jnp.int32(0), place, table=table[:3])
+
+
+def test_derivatives_and_exports():
+    given = contiguous((5, 0, 19), heads=2, pairs=4)
+    there, given = paged(given, table_of(3)), given
+    names = ("q", "k", "v", *CACHES)
+
+    def loss(floats, rest):
+        out, *caches = decode_attention(**rest, **floats)
+        return (out**2).sum() + sum((a**3).sum() for a in caches) / 99
+
+    of = lambda g: jax.jit(jax.grad(loss))(
+        {n: jnp.asarray(g[n]) for n in names}, {n: a for n, a in g.items() if n not in names}
+    )
+    found, wanted = of(there), of(given)
+    for name in names:
+        one = in_one(found[name], there["table"]) if name in CACHES else found[name]
+        np.testing.assert_allclose(one, wanted[name], rtol=1e-5, atol=1e-6)
+    exported = export.export(jax.jit(decode_attention))(**there)
+    wanted = jax.jit(decode_attention)(**there)
+    for one, other in zip(exported.call(**there), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    rows = {name: jnp.stack([there[name]] * 2) for name in CACHES}
+    both = jax.vmap(
+        lambda keys, values: decode_attention(**there | {"keys": keys, "values": values})[0]
+    )
+    np.testing.assert_allclose(both(**rows)[1], wanted[0], rtol=1e-6, atol=1e-6)
+
+
+# --- writes and reads ---------------------------------------------------------------------------
+
+L, B, K, T, D = 2, 4, 2, 7, 3
+# Over borders of pages, beyond the end, with tokens that are dropped; and in any order.
+PLACE = np.array([[*range(2, 9)], [*range(16, 23)], [-1, -5, 11, 10, 4, 40, 0], [20] * 7], np.int32)
+
+
+def tokens(width, dtype):
+    rng = np.random.default_rng(3)
+    make = lambda *shape: (9 * rng.standard_normal(shape)).astype(TYPES.get(dtype, dtype))
+    return make(B, K, SIZE * EACH, *width), make(B, T, K, *width)
+
+
+@pytest.mark.parametrize("width", [(D,), ()], ids=["keys", "scales"])
+@pytest.mark.parametrize("dtype", [*TYPES, "int8"])
+def test_writes_and_reads(dtype, width):
+    cache, new = tokens(width, dtype)
+    table = table_of(B)
+    table[0, 2] = PAGES  # the page of the last token of row 0
+    pool = in_pages(cache, np.clip(table, 0, PAGES - 1))
+    wanted = pool.copy()
+    for b, t in np.ndindex(PLACE.shape):
+        place = PLACE[b, t]
+        if 0 <= place < SIZE * EACH and table[b, place // SIZE] < PAGES:
+            wanted[1, table[b, place // SIZE], :, place % SIZE] = new[b, t]
+    run = jax.jit(lambda a, *rest: write_tokens(a, *rest[:-1], table=rest[-1], consecutive=True))
+    found = run(pool, new, jnp.int32(1), PLACE, table)
+    assert np.asarray(found).tobytes() == wanted.tobytes()
+    read = jax.jit(pages_of)(found, jnp.int32(1), table[:, ::-1])
+    exact = in_one(wanted, np.clip(table[:, ::-1], 0, PAGES - 1))
+    one = slice(2 * SIZE, 3 * SIZE)  # not a page
+    for a in (read := np.array(read), exact):
+        a[0, :, one] = 0
+    assert read.tobytes() == exact.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_derivatives_of_writes_and_reads(dtype):
+    cache, new = tokens((D,), dtype)
+    table = table_of(B)
+    pool, factors = (
+        in_pages(cache, table),
+        jnp.arange(1.0, B * EACH * SIZE + 1).reshape(B, 1, -1, 1),
+    )
+
+    def loss(pool, new):
+        pool = write_tokens(pool, new, jnp.int32(1), PLACE, table=table)
+        return (factors * pages_of(pool, jnp.int32(1), table).astype(jnp.float32)).sum()
+
+    of_pool, of_new = jax.jit(jax.grad(loss, (0, 1)))(jnp.asarray(pool), jnp.asarray(new))
+    wanted = np.broadcast_to(np.asarray(factors, np.float32), (B, K, SIZE * EACH, D)).copy()
+    for b, t in np.ndindex(PLACE.shape):
+        exists = 0 <= PLACE[b, t] < SIZE * EACH
+        one = wanted[b, 0, PLACE[b, t], 0] if exists else 0
+        np.testing.assert_array_equal(np.asarray(of_new, np.float32)[b, t], one)
+        if exists:
+            wanted[b, :, PLACE[b, t]] = 0
+    np.testing.assert_array_equal(in_one(of_pool, table).astype(np.float32), wanted)
+
+
+def test_slots():
+    """Slots and Latent pass the table on."""
+    table = table_of(2)
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 2, 9, 1, 8)).astype(np.float32)
+    place = np.tile(np.arange(9, dtype=np.int32), (2, 1))
+    for kind, dtype in [
+        (Slots, jnp.float32),
+        (Slots, jnp.int8),
+        (Latent, jnp.bfloat16),
+        (Latent, jnp.int8),
+    ]:
+        pool = kind.empty((2, PAGES, 1, SIZE, 8), dtype).written(1, k, v, place, table=table)
+        one = kind.empty((2, 2, 1, SIZE * EACH, 8), dtype).written(1, k, v, place)
+        shared = kind is Latent
+        new = (k[:, 0], None if shared else v[:, 0])
+        lengths = np.array([9, 9], np.int32)
+        found, pool = pool.decoded(k[:, 1], *new, lengths, layer=1, table=table)
+        wanted, one = one.decoded(k[:, 1], *new, lengths, layer=1)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+        pages = pool.pages(1, table)
+        assert len(pages) == len(one.arrays)
+        for a, b in zip(pages, one.arrays, strict=True):
+            np.testing.assert_array_equal(a[:, :, :10], b[1, :, :, :10])
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def copies(text, pool):
+    """The lines of a program that copy a pool of this shape or gather it, in any dtype, or one layer of it."""
+    dims = ",".join(map(str, pool[1:]))
+    operations = "copy|copy-start|convert|bitcast-convert|all-gather|all-gather-start|fusion"
+    found = re.compile(rf"= \(?\w+\[(\d+,)?{dims}\]\S* ({operations})\(")
+    # Scatters, which the definition makes, are in place.
+    return [line for line in text.splitlines() if found.search(line) and "scatter" not in line]
+
+
+def steps(pools, q, new, lengths, table, place, scales=()):
+    """A loop over the layers that writes, reads and attends."""
+
+    def layer(i, state):
+        total, *pools = state
+        values = pools[:2]
+        values = [write_tokens(a, new, i, place, table=table) for a in values]
+        out, *pools = decode_attention(
+            q, new[:, 0], new[:, 1], *values, lengths, layer=i, table=table, scales=scales or None
+        )
+        read = pages_of(pools[1], i, table).astype(jnp.float32).sum()
+        return total + out.astype(jnp.float32).sum() + read, *pools
+
+    return jax.lax.fori_loop(0, pools[0].shape[0], layer, (jnp.float32(0), *pools))
+
+
+def of_steps(dtype, put=lambda a, *_: a):
+    shape = (3, 40, 4, 16, 32)
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    pools = [put(make(*shape), None, None, "model") for _ in range(2)]
+    q, new = put(make(2, 8, 32), None, "model"), put(make(2, 3, 4, 32), None, None, "model")
+    lengths, table = (
+        jnp.array([20, 33]),
+        jnp.asarray(rng.permutation(40)[:8].reshape(2, 4), jnp.int32),
+    )
+    place = jnp.array([[15, 16, 17], [30, 31, 32]], jnp.int32)
+    return pools, q, new, *(put(a) for a in (lengths, table, place))
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+def test_donated_pools_are_not_copied(dtype):
+    given = of_steps(dtype)
+    shape = given[0][0].shape
+    program = jax.jit(steps, donate_argnums=0).lower(*given).compile()
+    assert not copies(program.as_text(), shape)
+    assert program.memory_analysis().temp_size_in_bytes < given[0][0].nbytes / 3  # of a layer
+    places = [a.unsafe_buffer_pointer() for a in given[0]]
+    _, *after = program(*given)
+    assert [a.unsafe_buffer_pointer() for a in after] == places
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32"])
+def test_on_a_mesh(dtype, explicit):
+    """Each device has its heads of all pages, in place, and exchanges nothing but the sum."""
+    wanted, *pools = jax.jit(steps)(*of_steps(dtype))
+    mesh = mesh_of({"model": 2}, explicit)
+    put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+    given = of_steps(dtype, put)
+    where = given[0][0].sharding
+    program = jax.jit(steps, donate_argnums=0).lower(*given).compile()
+    text = program.as_text()
+    assert (
+        "all-gather" not in text and "all-to-all" not in text and "collective-permute" not in text
+    )
+    assert not copies(text, (3, 40, 2, 16, 32)) and not copies(text, (3, 40, 4, 16, 32))
+    found, *after = program(*given)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for a, b in zip(after, pools, strict=True):
+        assert a.sharding.is_equivalent_to(where, 5)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-6, atol=1e-6
+        )
+
+
+@both
+def test_attention_on_a_mesh(explicit):
+    mesh = mesh_of({"data": 2, "model": 2}, explicit)
+    specs = {"q": P(None, "model"), "k": P(None, "model"), "v": P(None, "model"),
+             "keys": P(None, None, "model"), "values": P(None, None, "model")}  # fmt: skip
+
+    def put(given):
+        at = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+        found = {
+            n: at(a, specs.get(n, P())) for n, a in given.items() if n not in ("scales", "layer")
+        }
+        if "scales" in given:
+            found["scales"] = tuple(at(a, P(None, None, "model")) for a in given["scales"])
+        return found | {"layer": 1}
+
+    same(contiguous(heads=8, kv_heads=4, sinks=True, slopes=True), put=put)
+    same(narrowed(contiguous(heads=8, kv_heads=4))[0], put=put)
