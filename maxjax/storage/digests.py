@@ -37,7 +37,6 @@ from ..errors import (
     CheckpointMissingError,
     shown,
 )
-from ..lazy import without_collector
 from .checksums import stale_hint
 from .crc32 import crc32, crc32_of
 from .entry import Checksum, TensorEntry
@@ -229,17 +228,12 @@ def attach(
     if not compare or not any(sums):
         return described
     paths = [os.path.join(os.path.dirname(file.path), NAME) for file in table.files]
-    with without_collector():
-        for name, entry in table.entries.items():
-            crcs = sums[entry.file].get(name) if entry.checksum is None else None
-            if crcs:
-                path = paths[entry.file]
-                checksum = Checksum(name, entry.offset, entry.nbytes, crcs[0], crcs[1:], path)
-                # Not dataclasses.replace, which is slow for 100,000 entries.
-                table.entries[name] = TensorEntry(
-                    name, entry.dtype, entry.shape, entry.file, entry.offset, entry.nbytes,
-                    entry.coding, entry.encoding, checksum,
-                )  # fmt: skip
+    for name, entry in table.entries.items():
+        crcs = sums[entry.file].get(name) if entry.checksum is None else None
+        if crcs:
+            path = paths[entry.file]
+            checksum = Checksum(name, entry.offset, entry.nbytes, crcs[0], crcs[1:], path)
+            table.entries[name] = entry._replace(checksum=checksum)
     return described
 
 

@@ -19,7 +19,6 @@ from ..errors import (
     CheckpointUnsafeError,
     some,
 )
-from ..lazy import without_collector
 from .directory import fetch_hint, is_index
 from .entry import TensorEntry
 from .files import OpenFile, closed_on_error, open_regular, os_error
@@ -81,8 +80,7 @@ class _Index:
         self.end = self.format.suffixes[0]
         data = read_json_bytes(file, limits)
         self.text = Text(data, self.path, limits, tensor_of=_tensor_of)
-        with without_collector():
-            value = self.text.parse()
+        value = self.text.parse()
         self.shard_of = self._weight_map(value)
         self.metadata = value.get("metadata")
         self.shards: dict[str, int] = {}

@@ -13,7 +13,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from ..errors import (
     UserInputError,
     some,
 )
+from ..lazy import without_collector
 from ..paths import local_path
 from .digests import NAME as DIGESTS
 from .digests import Record, attach, warn_without_checksums
@@ -147,6 +147,7 @@ def _identity(path: str) -> tuple[int, ...] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+@without_collector()
 def _open_all(paths: list[str], limits: Limits, verify: Verify) -> TensorTable:
     if len(paths) == 1:
         directory = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
@@ -266,7 +267,7 @@ def _merged(paths: list[str], limits: Limits, verify: Verify, *, last_wins: bool
                         found=f"also in {files[entries[name].file].path}",
                         hint="Name the file you mean, or list them: the last one wins.",
                     )
-                entries[name] = replace(entry, file=first + entry.file)
+                entries[name] = entry._replace(file=first + entry.file)
             metadata.update(table.metadata)
     merged = TensorTable(" and ".join(sorted(formats)), files, entries, metadata)
     merged.indexes = indexes

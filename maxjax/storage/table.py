@@ -14,11 +14,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from ..errors import CheckpointError, OutOfMemoryError, UserInputError
+from ..lazy import without_collector
 from .boxes import whole
 from .checksums import Checks, Key, Sum, check_values, sum_of, tapped
 from .checksums import Verify as Verify
@@ -269,6 +271,7 @@ class _BlockJob:
                 fill(self.file, entry, self.start, view)
 
 
+@without_collector()
 def _plan(
     entries: list[TensorEntry], files: list[OpenFile], sums: dict[Key, Sum]
 ) -> tuple[dict[str, np.ndarray], list[_BlockJob | CodedJob]]:
@@ -276,7 +279,7 @@ def _plan(
     arrays: dict[str, np.ndarray] = {}
     jobs: list[_BlockJob | CodedJob] = []
     slab, used = aligned_empty(0), 0
-    for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
+    for entry in sorted(entries, key=attrgetter("file", "offset")):
         if entry.name in arrays:
             continue
         file, sum = files[entry.file], sum_of(entry, sums)
@@ -300,7 +303,7 @@ def _plan(
             memory = slab[used : used + entry.nbytes]
             used += length
             _append_small(jobs, entry, file, memory, sum)
-        arrays[entry.name] = memory.view(entry.dtype.np).reshape(entry.shape)
+        arrays[entry.name] = np.ndarray(entry.shape, entry.dtype.np, memory)
     return arrays, jobs
 
 

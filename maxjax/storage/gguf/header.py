@@ -6,6 +6,7 @@ Source: docs/gguf.md of the ggml repository.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,7 +17,6 @@ from ...errors import (
     CheckpointTruncatedError,
     integer_text,
 )
-from ...lazy import without_collector
 from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits, in_force
 from ..signatures import SNIFF_BYTES, foreign, safetensors_instead
@@ -26,6 +26,10 @@ from .values import MAX_LENGTH, UINT32, Cursor, number, own_limit
 MAX_DIMS = 4
 # The format says 64, but files of image models use up to 128, including C's NUL.
 MAX_NAME = 127
+# Byte order → for each number of dimensions the end of a row: dimensions, type, offset.
+_ROWS = {
+    order: [struct.Struct(f"{order}{n}QIQ") for n in range(MAX_DIMS + 1)] for order in ("<", ">")
+}
 CONVERT_AGAIN = "Convert the model again with a current llama.cpp."
 
 
@@ -51,16 +55,14 @@ class Info:
         return self.position + 8 + len(self.name.encode()) + 4 + 8 * len(self.dims) + 4
 
 
-def read_table(cursor: Cursor, count: int, infos: list[Info]) -> None:
+def read_table(cursor: Cursor, count: int, infos: dict[str, Info]) -> None:
     """Reads ``count`` rows into ``infos``; after an error it holds the rows before the bad one."""
-    names: dict[str, int] = {}
     for row in range(1, count + 1):
         info = _read_info(cursor, row)
-        first = names.setdefault(info.name, info.position)
-        if first != info.position:
-            expected = f"once, at byte {first}"
+        if info.name in infos:
+            expected = f"once, at byte {infos[info.name].position}"
             raise error(cursor, info, "name: occurs twice", expected, "again", info.position)
-        infos.append(info)
+        infos[info.name] = info
 
 
 def _read_info(cursor: Cursor, number: int) -> Info:
@@ -74,7 +76,7 @@ def _read_info(cursor: Cursor, number: int) -> Info:
     if count > MAX_DIMS:
         raise _too_many_dims(cursor, name, count)
     at = cursor.take(8 * count + 12, "dims, type and offset", name)
-    *dims, kind, offset = struct.unpack_from(f"{cursor.order}{count}QIQ", cursor.buffer, at)
+    *dims, kind, offset = _ROWS[cursor.order][count].unpack_from(cursor.buffer, at)
     end = cursor.position
     kind = GGML_TYPES.get(kind) or _unknown_type(cursor, name, kind, end - 12)
     elements = _elements(cursor, name, dims, kind, end - 12 - 8 * count)
@@ -133,7 +135,7 @@ def _bad_dims(
     return cursor.limits.error(problem, "tensor_bytes", size, path=cursor.file.path, **where)
 
 
-def check_layout(cursor: Cursor, infos: list[Info], data_start: int, alignment: int) -> int:
+def check_layout(cursor: Cursor, infos: Iterable[Info], data_start: int, alignment: int) -> int:
     """Checks that the data follows the order of the table, each tensor at the next aligned offset.
 
     llama.cpp loads nothing else, and the check finds most corruption of the table. Returns the end of
@@ -211,13 +213,12 @@ def read_header(file: OpenFile, limits: Limits) -> GGUFHeader:
         CheckpointError: as for ``open_gguf``.
     """
     header = GGUFHeader(file, limits, _byte_order(file))
-    with without_collector():
-        try:
-            header.read()
-        except CheckpointError as error:
-            if wrong := header.wrong_count():
-                raise wrong from error
-            raise
+    try:
+        header.read()
+    except CheckpointError as error:
+        if wrong := header.wrong_count():
+            raise wrong from error
+        raise
     return header
 
 
@@ -284,7 +285,8 @@ class GGUFHeader:
     """The header of one file. ``order`` is its byte order, "<" or ">".
 
     Attributes set by ``read``: ``metadata`` (key → value), ``kinds`` (key → the number of its
-    type), ``positions`` (key → byte offset), ``infos`` (in the order of the file), ``data_start`` (byte offset).
+    type), ``positions`` (key → byte offset), ``infos`` (name → row, in the order of the file), ``data_start``
+    (byte offset).
     """
 
     def __init__(self, file: OpenFile, limits: Limits, order: str):
@@ -295,7 +297,7 @@ class GGUFHeader:
         self.metadata: dict[str, Any] = {}
         self.kinds: dict[str, int] = {}
         self.positions: dict[str, int] = {}
-        self.infos: list[Info] = []
+        self.infos: dict[str, Info] = {}
         self.alignment = _DEFAULT_ALIGNMENT
         self.tensors = self.keys = self.key_position = self.table_start = self.data_start = 0
 
@@ -310,7 +312,7 @@ class GGUFHeader:
         self.table_start = cursor.position
         read_table(cursor, self.tensors, self.infos)
         self.data_start = padded(cursor.position, self.alignment)
-        end = check_layout(cursor, self.infos, self.data_start, self.alignment)
+        end = check_layout(cursor, self.infos.values(), self.data_start, self.alignment)
         self._check_rest(end)
 
     def _check_count(self, what: str, offset: int, count: int, option: str, min_bytes: int) -> None:
@@ -383,14 +385,14 @@ class GGUFHeader:
 
     def _is_complete(self, start: int, count: int) -> bool:
         """Whether ``count`` table rows from ``start`` on, with their data, end the file exactly."""
-        infos: list[Info] = []
+        infos: dict[str, Info] = {}
         if not count:
             return False
         try:
             self.cursor.seek(start)
             read_table(self.cursor, count, infos)
             data_start = padded(self.cursor.position, self.alignment)
-            end = check_layout(self.cursor, infos, data_start, self.alignment)
+            end = check_layout(self.cursor, infos.values(), data_start, self.alignment)
         except CheckpointError:
             return False
         return self.file.size in (end, padded(end, self.alignment))

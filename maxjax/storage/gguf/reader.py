@@ -153,12 +153,12 @@ def _entries(headers: list[GGUFHeader]) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for number, header in enumerate(headers):
         swap = (header.order == ">") != (sys.byteorder == "big")
-        for info in header.infos:
-            if info.name in entries:
-                other = os.path.basename(headers[entries[info.name].file].file.path)
+        for name, info in header.infos.items():
+            if name in entries:
+                other = os.path.basename(headers[entries[name].file].file.path)
                 expected, problem = f"only in {other}", "name: in two files of the set"
                 raise error(header.cursor, info, problem, expected, "also here", info.position)
-            entries[info.name] = _entry(header, info, number, swap)
+            entries[name] = _entry(header, info, number, swap)
     return entries
 
 

@@ -116,11 +116,11 @@ def _located(archive: Archive, member: Member, header: ArrayHeader, name: str) -
     offset = member.offset + header.skip
     entry = TensorEntry(name, header.dtype, header.shape, 0, offset, header.nbytes)
     if not header.nbytes:
-        return replace(entry, offset=member.offset)
+        return entry._replace(offset=member.offset)
     if member.method == STORED:
         checksum = archive.checksum(member)
-        return replace(entry, coding=header.coding, checksum=checksum)
+        return entry._replace(coding=header.coding, checksum=checksum)
     coding = replace(
         archive.deflated(member), skip=header.skip, order=header.order, swap=header.swap
     )
-    return replace(entry, offset=member.offset, nbytes=member.compressed, coding=coding)
+    return entry._replace(offset=member.offset, nbytes=member.compressed, coding=coding)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...dtype import DType
@@ -149,7 +149,7 @@ class MaxjaxMetadata:
                 expected=f"uint8 rows of blocks of {block} bytes ({encoding})",
                 found=f"{entry.dtype.name} {list(entry.shape)}",
             )
-        return replace(entry, encoding=encoding)
+        return entry._replace(encoding=encoding)
 
 
 # Type of a leaf that is not an array → the function that restores it from text.

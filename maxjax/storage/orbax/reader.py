@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -97,7 +97,7 @@ def open_orbax(
                 leaf.name, found.dtype, found.shape, 0, offset, found.nbytes, coding
             )
             entry = extra.applied(entry)
-            entries[leaf.name] = replace(entry, checksum=_checksum(location, entry, sums))
+            entries[leaf.name] = entry._replace(checksum=_checksum(location, entry, sums))
             offset += entry.nbytes
         entries.update((entry.name, entry) for entry in extra.empty)
         _check_total(store, offset)

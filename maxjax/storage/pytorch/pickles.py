@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import CheckpointError
-from ...lazy import without_collector
 from ..limits import Limits
 from .pickle_machine import Find, Reader, Token, described, measure
 
@@ -73,8 +72,7 @@ def read_pickle(
         which weights do not need (expected ..., found posix.system). No code in the file was run...
     """
     reader = Reader(data, path, offset, limits, tokens, persistent, start, is_compressed)
-    with without_collector():
-        value = _run(reader)
+    value = _run(reader)
     measure(value, limits, reader.over_limit)
     return value, reader.at
 

@@ -7,7 +7,8 @@ read. Names, dtypes and the order of the data are those of the file.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from math import prod
+from operator import attrgetter
 from typing import Any
 
 from ...dtype import DType
@@ -17,9 +18,8 @@ from ...errors import (
     CheckpointTruncatedError,
     integer_text,
 )
-from ...lazy import without_collector
 from ..blocks import KEPT, layout_of
-from ..entry import MAX_DIMS, Nibbles, TensorEntry, UnknownType
+from ..entry import MAX_DIMS, Coding, Nibbles, TensorEntry, UnknownType
 from ..files import DOWNLOAD_AGAIN, OpenFile
 from ..limits import Limits, check_name, is_long
 from ..signatures import SNIFF_BYTES, foreign, sniff
@@ -31,8 +31,9 @@ WHAT = "a safetensors file"
 _MAX_LENGTH = 1 << 40
 # Dtypes of the format that JAX lacks or would silently convert to another.
 _UNSUPPORTED = {"F6_E2M3", "F6_E3M2"}
+# Name → the type, its bits per value, and how its bytes become values.
 _DTYPES = {
-    d.safetensors: (d, d.size_in_bits)
+    d.safetensors: (d, d.size_in_bits, Nibbles() if d is DType.float4_e2m1fn else None)
     for d in DType.__members__.values()
     if d.safetensors and d.safetensors not in _UNSUPPORTED
 }
@@ -64,8 +65,7 @@ def read_header(
     """Reads (entries in header order, metadata) of an open file; ``number`` is its index in a set."""
     data = _header(file, limits)
     text = Text(data, file.path, limits, 8, _tensor_of, CheckpointFormatError)
-    with without_collector():
-        return _HeaderParser(file, number, limits, text).entries(text.parse())
+    return _HeaderParser(file, number, limits, text).entries(text.parse())
 
 
 def _tensor_of(keys: KeyPath) -> str | None:
@@ -163,7 +163,7 @@ class _HeaderParser:
             problem = f"'{name}' is not {encoding}: its rows are not blocks of {block} bytes"
             found = f"{entry.dtype.name} {_shown(list(entry.shape))}"
             raise self._error(_METADATA, ENCODINGS, problem, f"uint8 rows of {block} bytes", found)
-        return replace(entry, encoding=encoding)
+        return entry._replace(encoding=encoding)
 
     def _error(
         self, name: str, field: str, problem: str, expected: Any, found: Any, hint: str = ""
@@ -190,25 +190,26 @@ class _HeaderParser:
             check_name(name, self.limits, **self.text.where((name,)))
         if type(spec) is not dict:
             raise self._error(name, "entry", "not an object", "an object", spec)
-        for field in ("dtype", "shape", "data_offsets"):
-            if field not in spec:
-                found = ", ".join(spec)[:80] or "no field"
-                raise self._error(name, field, "the field is missing", f"a field '{field}'", found)
-        dtype, bits = self._dtype(name, spec["dtype"])
-        shape = self._integers(name, "shape", spec["shape"])
-        offsets = self._integers(name, "data_offsets", spec["data_offsets"])
+        try:
+            kind, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
+        except KeyError as missing:
+            field, found = missing.args[0], ", ".join(spec)[:80] or "no field"
+            problem, expected = "the field is missing", f"a field '{field}'"
+            raise self._error(name, field, problem, expected, found) from None
+        dtype, bits, coding = self._dtype(name, kind)
+        shape = self._integers(name, "shape", shape)
+        offsets = self._integers(name, "data_offsets", offsets)
         if len(shape) > MAX_DIMS:
             raise self._error(name, "shape", "too many dimensions", f"<= {MAX_DIMS}", len(shape))
         if len(offsets) != 2:
             raise self._error(name, "data_offsets", "not begin and end", "2 numbers", len(offsets))
         begin, end = offsets
         self._check_size(name, bits, shape, begin, end)
-        coding = Nibbles() if dtype is DType.float4_e2m1fn else None
         start = self.data_start + begin
         return TensorEntry(name, dtype, shape, self.number, start, end - begin, coding)
 
-    def _dtype(self, name: str, value: Any) -> tuple[Any, int | None]:
-        """The dtype and its bits per value; bits are None for an unsupported dtype."""
+    def _dtype(self, name: str, value: Any) -> tuple[Any, int | None, Coding | None]:
+        """The dtype, its bits per value, and its coding; bits are None for an unsupported dtype."""
         known = _DTYPES.get(value) if type(value) is str else None
         if known is not None:
             return known
@@ -219,7 +220,7 @@ class _HeaderParser:
         if value in _UNSUPPORTED:
             problem, hint = "not supported", "Convert the tensor to another type."
         error = self._error(name, "dtype", problem, supported, value, hint)
-        return UnknownType(_shown(value), error), None
+        return UnknownType(_shown(value), error), None, None
 
     def _integers(self, name: str, field: str, value: Any) -> tuple[int, ...]:
         if type(value) is not list:
@@ -239,10 +240,8 @@ class _HeaderParser:
             raise self._beyond_the_file(name, begin, end)
         if bits is None:
             return
-        elements, nonzero = 1, 1
-        for dim in shape:
-            elements *= dim
-            nonzero *= dim or 1
+        elements = prod(shape)
+        nonzero = elements or prod(dim or 1 for dim in shape)
         if elements * bits != 8 * (end - begin):
             problem = f"the size does not match shape {_shown(list(shape))} and the dtype"
             nbytes, rest = divmod(elements * bits, 8)
@@ -272,7 +271,7 @@ class _HeaderParser:
     def _check_layout(self, entries: dict[str, TensorEntry]) -> None:
         """Checks that the tensors cover the data without gaps, overlaps or trailing bytes."""
         position, shared = self.data_start, 0
-        for entry in sorted(entries.values(), key=lambda e: (e.offset, e.nbytes)):
+        for entry in sorted(entries.values(), key=attrgetter("offset", "nbytes")):
             if entry.offset != position:
                 shared += self._check_begin(entry, position)
                 if shared > self.limits.shared_bytes:
