@@ -60,9 +60,10 @@ what="types or type_on or random_products or any_rank or next_to_nothing or sums
 what="$what or several_weights or out_of_range or same_in_every_bit or below_the_least"
 what="$what or lengths or any_width or not_matter or options or large_scores"
 what="$what or every_format or narrow_types or random_sizes or any_bits or not_finite or any_size or same_kernel"
-what="$what or steps_equal or donated or not_donated or both_caches or threads"
+what="$what or steps_equal or donated or not_donated or both_caches or threads or test_pages"
 what="($what) and not derivatives and not mesh and not exported"
 tests=(tests/kernels/test_product.py tests/kernels/test_packed_product.py tests/kernels/test_decode_attention.py)
+tests+=(tests/kernels/test_pages.py)
 
 if [ "${1:-}" = --prove ]; then
   copy="$build/copy"

@@ -6,10 +6,12 @@ axes after the slots belong to one token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
 from .operation import Operation, has_static_shapes, types_of
@@ -136,4 +138,23 @@ def _pages_types(static: None, array: Any, layer: Any, table: Any) -> list[Any]:
     return [array.update(shape=_pages_shape(array, table), weak_type=False)]
 
 
-_PAGES = Operation("maxjax_read_pages", _pages_types, _pages_definition, {}, None, None)
+def _pages_kernel(static: None, *operands: Any) -> Any:
+    results = _pages_types(static, *types_of(operands))
+    return jax.ffi.ffi_call("maxjax_read_pages", results)(*operands)
+
+
+def _rule(ranks: Sequence[int]) -> Any:
+    token = [f"d{i}" for i in range(ranks[0] - 4)]
+    pool = ArrayMapping("l", "n", "h", "p", *token)
+    return (pool, ArrayMapping(), ArrayMapping("b", "m")), (ArrayMapping("b", "h", "s", *token),)
+
+
+def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """Each device has all pages and tables, of its heads."""
+    _, _, heads, _, *token = specs[0]
+    return [[(), (), heads, (), *token], [], [(), ()]], [[(), heads, (), *token]], ()
+
+
+_PAGES = Operation(
+    "maxjax_read_pages", _pages_types, _pages_definition, {"cpu": _pages_kernel}, _rule, _shardings
+)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping
 
 from . import explicit
 from .cache_read import bits, from_bits
@@ -152,11 +153,10 @@ def _definition(static: _Write, *operands: jax.Array) -> list[jax.Array]:
     return [_scattered(*operands)]
 
 
-def _kernel(
-    static: _Write, array: jax.Array, new: jax.Array, layer: jax.Array, place: jax.Array
-) -> Any:
-    call = jax.ffi.ffi_call("maxjax_write_tokens", types_of([array]), input_output_aliases={0: 0})
-    return call(array, new, layer, place)
+def _kernel(static: _Write | None, *operands: jax.Array) -> Any:
+    results = types_of(operands[:1])
+    call = jax.ffi.ffi_call("maxjax_write_tokens", results, input_output_aliases={0: 0})
+    return call(*operands)
 
 
 def _row_by_row(
@@ -197,7 +197,7 @@ def _row_by_row(
     return [jax.lax.fori_loop(0, place.shape[0], write, array)]
 
 
-def _types(static: _Write, array: Any, *rest: Any) -> list[Any]:
+def _types(static: _Write | None, array: Any, *rest: Any) -> list[Any]:
     return [array]
 
 
@@ -219,7 +219,22 @@ def _pages_definition(static: None, *operands: jax.Array) -> list[jax.Array]:
     return [_scattered(*operands)]
 
 
-_PAGES = Operation("maxjax_write_pages", _types, _pages_definition, {}, None, None)
+def _pages_rule(ranks: Sequence[int]) -> Any:
+    token = [f"d{i}" for i in range(ranks[0] - 4)]
+    pool, new = ArrayMapping("l", "n", "h", "p", *token), ArrayMapping("b", "t", "h", *token)
+    return (pool, new, ArrayMapping(), ArrayMapping("b", "t"), ArrayMapping("b", "m")), (pool,)
+
+
+def _pages_shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """Each device has all pages, tokens and tables, of its heads."""
+    _, _, heads, _, *token = specs[0]
+    pool = [(), (), heads, (), *token]
+    return [pool, [(), (), heads, *token], [], [(), ()], [(), ()]], [pool], ()
+
+
+_PAGES = Operation(
+    "maxjax_write_pages", _types, _pages_definition, {"cpu": _kernel}, _pages_rule, _pages_shardings
+)
 
 
 # -- one token of each row

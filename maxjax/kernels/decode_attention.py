@@ -299,7 +299,7 @@ def _types(static: Options, q: Any, *rest: Any) -> list[Any]:
     return [q, rest[2], rest[3], *rest[_SCALES - 1 :]]
 
 
-def _kernel(static: Options, *operands: Any) -> Any:
+def _kernel(static: Options, *operands: Any, table: Sequence[Any] = ()) -> Any:
     q, _, _, keys, values, *_ = operands
     batch, kv_heads, group, width = q.shape
     flat = q.reshape(batch, kv_heads * group, width)
@@ -308,7 +308,7 @@ def _kernel(static: Options, *operands: Any) -> Any:
     aliases = {3: 1, 4: 2} | {_SCALES + i: 3 + i for i in range(len(changed) - 2)}
     call = jax.ffi.ffi_call("maxjax_decode_attention", results, input_output_aliases=aliases)
     out, *changed = call(
-        flat, *operands[1:],
+        flat, *operands[1:], *table,
         scale=np.float32(static.scale), window=np.int64(static.window), cap=np.float32(static.cap),
         interleaved=static.interleaved, rotating=static.rotating,
     )  # fmt: skip
@@ -327,10 +327,13 @@ def _on_tpu(static: Options, devices: int, *operands: Any) -> Any:
     return in_blocks(static, devices, *operands, write=write)
 
 
-def _rule(ranks: Sequence[int]) -> Any:
-    """Batch and KV heads may be split, alike in all operands; all other axes are replicated."""
+def _rule(ranks: Sequence[int], rows: str = "b") -> Any:
+    """Batch and KV heads may be split, alike in all operands; all other axes are replicated.
+
+    ``rows`` is the axis of the cache before the heads.
+    """
     b, h = "b", "h"
-    cache = ArrayMapping(*["l"][: ranks[3] - 4], b, h, "s", "d")
+    cache = ArrayMapping(*["l"][: ranks[3] - 4], rows, h, "s", "d")
     # `v` and `values` are scalars where the keys are the values too.
     values, v = (cache, ArrayMapping(b, h, "d")) if ranks[4] else (ArrayMapping(), ArrayMapping())
     q, kv = ArrayMapping(b, h, "g", "d"), ArrayMapping(b, h, "d")
@@ -387,7 +390,25 @@ _OPERATION = Operation(
 # -- with a table of pages
 
 
+def _paged_kernel(static: Options, *operands: Any) -> Any:
+    return _kernel(static, *operands[:-1], table=operands[-1:])
+
+
+def _paged_rule(ranks: Sequence[int]) -> Any:
+    operands, results = _rule(ranks[:-1], "n")
+    return (*operands, ArrayMapping("b", "m")), results
+
+
+def _paged_shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
+    """Heads are split as they are in the pool; each device has all pages, sequences and tables."""
+    specs = list(specs[:-1])
+    heads = specs[3][-3]
+    specs[3] = [*[()] * (len(specs[3]) - 3), heads, (), ()]
+    operands, results, summed = _shardings(specs)
+    return [*operands, [(), ()]], results, summed
+
+
 _PAGED = Operation(
     "maxjax_paged_decode_attention", lambda static, *operands: _types(static, *operands[:-1]),
-    paged_definition, {}, None, None,
+    paged_definition, {"cpu": _paged_kernel}, _paged_rule, _paged_shardings,
 )  # fmt: skip

@@ -23,7 +23,7 @@ _LOG = logging.getLogger("maxjax")
 
 TARGETS = (
     "maxjax_matmul", "maxjax_packed_matmul", "maxjax_decode_attention", "maxjax_heads", "maxjax_delta",
-    "maxjax_ssd", "maxjax_write_tokens", "maxjax_read_slots",
+    "maxjax_ssd", "maxjax_write_tokens", "maxjax_read_slots", "maxjax_read_pages",
 )  # fmt: skip
 
 

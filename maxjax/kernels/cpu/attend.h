@@ -45,19 +45,28 @@ inline float softened(float* s, int64_t count, int64_t padded, float cap, const 
   return sum(total);
 }
 
-// out[g][d] = sum over p of weights[g][p] values[p][d], for the first 2 N kLanes elements d.
-template <class T, int G, int N>
-void mixed(const float* weights, const T* values, int64_t stride, int64_t count, float* out,
-           int64_t out_stride) {
-  vec acc[G][2 * N];
-  #pragma GCC unroll 64
-  for (int g = 0; g < G; g++)
-    #pragma GCC unroll 64
-    for (int i = 0; i < 2 * N; i++) acc[g][i] = zero();
+// Consecutive rows of an array.
+struct Run {
+  int64_t row, count;
+};
+
+// Prefetches numbers of the next run: the processor's own prefetching follows one run only, and each page of a cache
+// would begin with a wait for the memory.
+template <class T>
+inline void ahead(const T* next, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + i, 0, 3);
+}
+
+// acc[g] += sum over p of weights[g][p] rows[p], for the first 2 N kLanes elements of `count` rows; prefetches those of
+// `next`, unless it is null.
+template <class T, int G, int N, bool kNext>
+__attribute__((always_inline)) inline void add_rows(const float* weights, const T* rows, const T* next, int64_t stride,
+                                                    int64_t count, vec (&acc)[G][2 * N]) {
   for (int64_t p = 0; p < count; p++) {
     vec v[2 * N];
+    if (kNext) ahead(next + p * stride, N * 2 * kLanes);
     #pragma GCC unroll 64
-    for (int i = 0; i < N; i++) load2(values + p * stride + i * 2 * kLanes, v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < N; i++) load2(rows + p * stride + i * 2 * kLanes, v[2 * i], v[2 * i + 1]);
     #pragma GCC unroll 64
     for (int g = 0; g < G; g++) {
       const vec weight = all(weights[g * maxjax::kPart + p]);
@@ -65,6 +74,21 @@ void mixed(const float* weights, const T* values, int64_t stride, int64_t count,
       for (int i = 0; i < 2 * N; i++) acc[g][i] = fma(weight, v[i], acc[g][i]);
     }
   }
+}
+
+// out[g][d] = sum over p of weights[g][p] values[p][d], for the first 2 N kLanes elements d, where the rows p of
+// `values` are those of the runs, one after the other.
+template <class T, int G, int N>
+void mixed(const float* weights, const T* values, int64_t stride, const Run* runs, const Run* end, float* out,
+           int64_t out_stride) {
+  vec acc[G][2 * N];
+  #pragma GCC unroll 64
+  for (int g = 0; g < G; g++)
+    #pragma GCC unroll 64
+    for (int i = 0; i < 2 * N; i++) acc[g][i] = zero();
+  for (; runs + 1 < end; weights += runs->count, runs++)
+    add_rows<T, G, N, true>(weights, values + runs->row * stride, values + runs[1].row * stride, stride, runs->count, acc);
+  add_rows<T, G, N, false>(weights, values + runs->row * stride, nullptr, stride, runs->count, acc);
   #pragma GCC unroll 64
   for (int g = 0; g < G; g++)
     #pragma GCC unroll 64
@@ -73,25 +97,39 @@ void mixed(const float* weights, const T* values, int64_t stride, int64_t count,
 
 // For an int8 cache: multiplies the number s[g][p] of each row p by the scale of the row.
 template <int G>
-inline void scaled(float* s, const float* scales, int64_t count) {
-  for (int g = 0; g < G; g++)
-    for (int64_t p = 0; p < count; p++) s[g * maxjax::kPart + p] *= scales[p];
+inline void scaled(float* s, const float* scales, const Run* run, const Run* end) {
+  for (; run < end; s += run->count, run++)
+    for (int g = 0; g < G; g++)
+      for (int64_t p = 0; p < run->count; p++) s[g * maxjax::kPart + p] *= scales[run->row + p];
 }
 
 // As mixed, for all `depth` elements d.
 template <class T, int G>
-void mixed_rows(const float* weights, const T* values, int64_t depth, int64_t count, float* out,
+void mixed_rows(const float* weights, const T* values, int64_t depth, const Run* runs, const Run* end, float* out,
                 int64_t out_stride) {
   int64_t d = 0;
   for (; d + kMixed * 2 * kLanes <= depth; d += kMixed * 2 * kLanes)
-    mixed<T, G, kMixed>(weights, values + d, depth, count, out + d, out_stride);
+    mixed<T, G, kMixed>(weights, values + d, depth, runs, end, out + d, out_stride);
   for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
-    mixed<T, G, 1>(weights, values + d, depth, count, out + d, out_stride);
+    mixed<T, G, 1>(weights, values + d, depth, runs, end, out + d, out_stride);
   if (d == depth) return;
   alignas(64) T rest[maxjax::kPart * 2 * kLanes] = {};
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t j = d; j < depth; j++) rest[i * 2 * kLanes + j - d] = values[i * depth + j];
-  mixed<T, G, 1>(weights, rest, 2 * kLanes, count, out + d, out_stride);
+  Run all{0, 0};
+  for (const Run* run = runs; run < end; run++)
+    for (int64_t i = run->row; i < run->row + run->count; i++, all.count++)
+      for (int64_t j = d; j < depth; j++) rest[all.count * 2 * kLanes + j - d] = values[i * depth + j];
+  mixed<T, G, 1>(weights, rest, 2 * kLanes, &all, &all + 1, out + d, out_stride);
+}
+
+// The rows of a part's tokens, at most kPart runs; returns the end of the runs.
+inline const Run* runs_of(const Attend& part, Run* run) {
+  int64_t number = part.begin / part.block, at = part.begin % part.block;
+  for (int64_t left = part.end - part.begin; left > 0; number++, at = 0, run++) {
+    const int64_t count = left < part.block - at ? left : part.block - at;
+    *run = {part.blocks[number] * part.block_rows + at, count};
+    left -= count;
+  }
+  return run;
 }
 
 template <class T, int G>
@@ -99,26 +137,32 @@ void attend_group(const Attend& part, int64_t first) {
   alignas(64) float scores[G * maxjax::kPart];
   const int64_t count = part.end - part.begin, depth = part.depth;
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-  const T* keys = static_cast<const T*>(part.keys) + part.begin * depth;
-  const T* values = static_cast<const T*>(part.values) + part.begin * depth;
+  const T* values = static_cast<const T*>(part.values);
+  Run runs[maxjax::kPart];
+  const Run* end = runs_of(part, runs);
   const float* q = part.q + first * part.q_stride;
   float* out = part.out + first * part.q_stride;
   memset(scores, 0, sizeof scores);
-  int64_t p = 0;
-  for (; p + kTileRows <= count; p += kTileRows)
-    tile<Wide<T>, kTileRows, G>(keys + p * depth, depth, q, part.q_stride, depth, scores + p,
-                                maxjax::kPart);
-  for (; p < count; p++)
-    tile<Wide<T>, 1, G>(keys + p * depth, depth, q, part.q_stride, depth, scores + p,
-                        maxjax::kPart);
-  if (part.key_scales) scaled<G>(scores, part.key_scales + part.begin, count);
+  float* s = scores;
+  for (const Run* run = runs; run < end; s += run->count, run++) {
+    const T* keys = static_cast<const T*>(part.keys) + run->row * depth;
+    int64_t p = 0;
+    const T* next = run + 1 < end ? static_cast<const T*>(part.keys) + run[1].row * depth : nullptr;
+    for (; p + kTileRows <= run->count; p += kTileRows) {
+      if (next) ahead(next + p * depth, kTileRows * depth);
+      tile<Wide<T>, kTileRows, G>(keys + p * depth, depth, q, part.q_stride, depth, s + p, maxjax::kPart);
+    }
+    for (; p < run->count; p++)
+      tile<Wide<T>, 1, G>(keys + p * depth, depth, q, part.q_stride, depth, s + p, maxjax::kPart);
+  }
+  if (part.key_scales) scaled<G>(scores, part.key_scales, runs, end);
   #pragma GCC unroll 64
   for (int g = 0; g < G; g++)
     part.sum[first + g] = softened(scores + g * maxjax::kPart, count, padded, part.cap,
                                    part.slopes ? part.slopes + first + g : nullptr, part.first,
                                    part.top + first + g);
-  if (part.value_scales) scaled<G>(scores, part.value_scales + part.begin, count);
-  mixed_rows<T, G>(scores, values, depth, count, out, part.q_stride);
+  if (part.value_scales) scaled<G>(scores, part.value_scales, runs, end);
+  mixed_rows<T, G>(scores, values, depth, runs, end, out, part.q_stride);
 }
 
 template <class T>
@@ -140,7 +184,8 @@ void combine_group(const Combined& of, int64_t first) {
   alignas(64) float weights[G * maxjax::kPart];
   for (int g = 0; g < G; g++)
     memcpy(weights + g * maxjax::kPart, of.x + (first + g) * of.x_stride, sizeof(float) * of.rows);
-  mixed_rows<T, G>(weights, static_cast<const T*>(of.w), of.depth, of.rows, of.y + first * of.y_stride,
+  const Run rows{0, of.rows};
+  mixed_rows<T, G>(weights, static_cast<const T*>(of.w), of.depth, &rows, &rows + 1, of.y + first * of.y_stride,
                    of.y_stride);
 }
 

@@ -220,19 +220,50 @@ constexpr int64_t kLeastWork = 4096;
 // Query heads of a KV head that one thread computes at least.
 constexpr int64_t kSharers = 4;
 
-// A part of the cache of one unit, which is a KV head of a sequence.
-struct Part {
-  int64_t unit, begin, end;
+// Where the tokens of the sequences are in one layer of a cache [B, K, S, D], or with `table` in a pool of pages
+// [N, K, P, D]: in blocks of S or of P rows.
+struct Places {
+  const int32_t* table;  // [B, each], or null
+  int64_t each, pages, heads, block;
+
+  // The number of tokens that a sequence can have.
+  int64_t slots() const { return table ? each * block : block; }
+  // The first row of a KV head of sequence b in its first block, if that is number 0.
+  int64_t start(int64_t b, int64_t head) const { return ((table ? 0 : b * heads) + head) * block; }
+  // The blocks of sequence b, from `start` on.
+  const int32_t* blocks(int64_t b) const {
+    static constexpr int32_t kOnly = 0;
+    return table ? table + b * each : &kOnly;
+  }
+  // Whether a slot is in a page.
+  bool has(int64_t b, int64_t slot) const {
+    if (!table) return true;
+    const int32_t page = blocks(b)[slot / block];
+    return page >= 0 && page < pages;
+  }
+  int64_t row(int64_t b, int64_t head, int64_t slot) const {
+    return start(b, head) + blocks(b)[slot / block] * heads * block + slot % block;
+  }
 };
 
-// The slots that a sequence of n tokens attends to, in parts: up to two ranges of a rotating cache.
-void add_parts(int64_t unit, int64_t n, int64_t slots, int64_t window, std::vector<Part>* parts) {
-  const int64_t seen = least(n, window > 0 ? least(window, slots) : slots);
+// A part of the cache of one unit, which is a KV head of a sequence. The first slot holds the token that came `age`
+// tokens before the new one.
+struct Part {
+  int64_t unit, begin, end, age;
+};
+
+// The slots that sequence b, of n tokens, attends to, in parts: up to two ranges of a rotating cache; without tokens
+// whose pages are missing.
+void add_parts(const Places& places, int64_t b, int64_t unit, int64_t n, int64_t window, std::vector<Part>* parts) {
+  const int64_t slots = places.slots(), seen = least(n, window > 0 ? least(window, slots) : slots);
   for (int64_t at = n - seen; at < n;) {
-    const int64_t slot = at % slots;
-    const int64_t length = least(least(n - at, slots - slot), kPart);
-    parts->push_back({unit, slot, slot + length});
-    at += length;
+    const int64_t slot = at % slots, limit = least(least(n - at, slots - slot), kPart);
+    int64_t length = places.table ? 0 : limit;
+    while (length < limit && places.has(b, slot + length))
+      length += places.block - (slot + length) % places.block;
+    length = least(length, limit);
+    if (length) parts->push_back({unit, slot, slot + length, n - 1 - at});
+    at += length ? length : places.block - slot % places.block;
   }
 }
 
@@ -279,10 +310,8 @@ struct Scales {
 
 bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results, bool shared, int64_t count,
                int64_t offset, Scales* scales) {
-  const size_t wanted = shared ? 1 : 2;
-  if (args.size() != wanted || results.size() != wanted) return false;
   float** const to[] = {&scales->keys, &scales->values};
-  for (size_t i = 0; i < wanted; i++) {
+  for (size_t i = 0; i < results.size(); i++) {
     const auto arg = args.get<ffi::Buffer<ffi::F32>>(i);
     auto result = results.get<ffi::Buffer<ffi::F32>>(i);
     if (arg.has_error() || result.has_error() || int64_t(arg->element_count()) != count ||
@@ -296,13 +325,14 @@ bool scales_of(const ffi::RemainingArgs& args, const ffi::RemainingRets& results
 
 // Operands: q [B, H, D], k, v [B, K, D], keys, values [B, K, S, D] or [L, B, K, S, D], layer [],
 // lengths [B], cos, sin [B, pairs], sinks [K, H / K] or [K, 0], slopes alike,
-// and for an int8 cache its two scales, shaped as it without D.
+// and for an int8 cache its two scales, shaped as it without D; then, if the caches are pools of pages
+// [(L,) N, K, P, D], the table [B, M] of the pages of each sequence, where other numbers than 0 to N - 1 are no page.
 // If v and values are scalars, which are not looked at, the keys are the values too, and there is one array of scales.
 // Results: out [B, H, D], and the caches and scales, updated in place.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> layer,
                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                     ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes, ffi::RemainingArgs scales_in, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                      ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out,
                      ffi::RemainingRets scales_out, float scale, int64_t window, float cap,
                      bool interleaved, bool rotating) {
@@ -317,10 +347,23 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const bool shared = values.dimensions().size() == 0;
   if (rank < 4 || rank > 5 || q.dimensions().size() != 3 || k.dimensions().size() != 3)
     return wrong("axes of attention");
-  const int64_t layers = rank == 5 ? shape[0] : 1, batch = shape[rank - 4], kv_heads = shape[rank - 3],
-                slots = shape[rank - 2], depth = shape[rank - 1];
-  const int64_t heads = q.dimensions()[1];
-  if (q.dimensions()[0] != batch || q.dimensions()[2] != depth || k.dimensions()[0] != batch ||
+  const size_t scale_count = !is_int8 ? 0 : shared ? 1 : 2;
+  if (scales_out.size() != scale_count || rest.size() < scale_count || rest.size() > scale_count + 1)
+    return wrong("scales of attention");
+  const int64_t layers = rank == 5 ? shape[0] : 1, kv_heads = shape[rank - 3], depth = shape[rank - 1];
+  const int64_t batch = q.dimensions()[0], heads = q.dimensions()[1];
+  Places places{nullptr, 1, shape[rank - 4], kv_heads, shape[rank - 2]};
+  if (rest.size() > scale_count) {
+    const auto table = rest.get<ffi::Buffer<ffi::S32>>(scale_count);
+    if (table.has_error() || table->dimensions().size() != 2 || table->dimensions()[0] != batch ||
+        table->dimensions()[1] < 1 || places.block < 1)
+      return wrong("the table of attention");
+    places.table = table->typed_data();
+    places.each = table->dimensions()[1];
+  } else if (places.pages != batch) {
+    return wrong("shapes of attention");
+  }
+  if (q.dimensions()[2] != depth || k.dimensions()[0] != batch ||
       k.dimensions()[1] != kv_heads || k.dimensions()[2] != depth ||
       (!shared && (v.element_count() != k.element_count() || values.element_count() != keys.element_count())) || out->element_count() != q.element_count() ||
       int64_t(lengths.element_count()) != batch || layer.element_count() != 1 || layers < 1 ||
@@ -336,18 +379,20 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   if (q.element_count() == 0) return ffi::Error::Success();
   const Level& level = active_level();
   const int64_t item = is_int8 ? 1 : size_of(cache_type), group = heads / kv_heads, stride = padded(depth);
-  const int64_t rows = batch * kv_heads * slots;  // of one layer
+  const int64_t rows = places.pages * kv_heads * places.block;  // of one layer
   const int64_t before = most(0, least(layer.typed_data()[0], layers - 1)) * rows;
   char* key_cache = static_cast<char*>(keys.untyped_data()) + before * depth * item;
   char* value_cache = shared ? key_cache : static_cast<char*>(values.untyped_data()) + before * depth * item;
   Scales scales;
-  if (is_int8 ? !scales_of(scales_in, scales_out, shared, layers * rows, before, &scales)
-              : scales_in.size() + scales_out.size() > 0)
+  if (is_int8 && !scales_of(rest, scales_out, shared, layers * rows, before, &scales))
     return wrong("scales of attention");
   const Rope rope{cos.typed_data(), sin.typed_data(), int64_t(cos.dimensions()[1]), interleaved};
   const int32_t* length = lengths.typed_data();
+  const int64_t slots = places.slots();
   // Whether row b of the batch is in use, and its new token fits into the cache.
-  const auto runs = [&](int64_t b) { return length[b] >= 0 && (rotating || length[b] < slots) && slots > 0; };
+  const auto runs = [&](int64_t b) {
+    return length[b] >= 0 && slots > 0 && (rotating || (length[b] < slots && places.has(b, length[b])));
+  };
 
   // First, for each KV head of each sequence: write the new key and value into the cache, and
   // convert the queries to floats in the order of the cache. Then all parts of the cache, and last
@@ -363,7 +408,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
       const char* from = static_cast<const char*>(x.untyped_data()) + row * depth * size_of(x_type);
       level.widen(from, x_type, depth, Type::f32, head, stride);
     };
-    const int64_t row = unit * slots + length[b] % slots;
+    const int64_t row = places.row(b, unit % kv_heads, length[b] % slots);
     const auto put = [&](char* cache, float* of_rows) {
       char* to = cache + row * depth * item;
       if (is_int8) {
@@ -390,7 +435,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   for (int64_t unit = 0; unit < units; unit++) {
     first.push_back(parts.size());
     const int64_t b = unit / kv_heads;
-    if (runs(b)) add_parts(unit, int64_t(length[b]) + 1, slots, window, &parts);
+    if (runs(b)) add_parts(places, b, unit, int64_t(length[b]) + 1, window, &parts);
   }
   first.push_back(parts.size());
   float* sums = reinterpret_cast<float*>(scratch<1>(4 * int64_t(parts.size()) * group * (stride + 2)));
@@ -403,15 +448,15 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const bool has_slopes = slopes.element_count() != 0;
   parallel(pool, parts.size() * few, threads, [&](int64_t i) {
     const Part& part = parts[i / few];
-    const int64_t g = i % few * sharers, row = part.unit * slots, from = row * depth * item;
+    const int64_t g = i % few * sharers, b = part.unit / kv_heads;
     if (g >= group) return;
+    const int64_t row = places.start(b, part.unit % kv_heads), from = row * depth * item;
     float* result = of_part(i / few);
-    // How many tokens before the new one the first slot is; a rotating cache continues in slot 0.
-    const int64_t newest = length[part.unit / kv_heads], age = ((newest - part.begin) % slots + slots) % slots;
     level.attend({queries + (part.unit * group + g) * stride, stride, least(sharers, group - g),
                   key_cache + from, value_cache + from, is_int8 ? scales.keys + row : nullptr,
-                  is_int8 ? scales.values + row : nullptr, cache_type, depth, part.begin, part.end, cap,
-                  has_slopes ? slopes.typed_data() + part.unit % kv_heads * group + g : nullptr, -age,
+                  is_int8 ? scales.values + row : nullptr, cache_type, depth, part.begin, part.end,
+                  places.blocks(b), places.block, kv_heads * places.block, cap,
+                  has_slopes ? slopes.typed_data() + part.unit % kv_heads * group + g : nullptr, -part.age,
                   result + group * stride + g, result + group * (stride + 1) + g, result + g * stride});
   });
   char* to = static_cast<char*>(out->untyped_data());

@@ -72,7 +72,8 @@ struct PackedRows {
 };
 constexpr int64_t kPackedScratch = 64 * 1024 * 4;
 
-// One KV head and the query heads that share it, over a part of the cache.
+// One KV head and the query heads that share it, over a part of the cache: tokens `begin` to `end` of a sequence,
+// which lie in blocks. Without a table of pages the sequence is one block.
 // With s[g][p] = cap(q[g] . keys[p]):
 //   top[g] = max over p of s[g][p],  sum[g] = sum over p of exp(s[g][p] - top[g]),
 //   out[g][d] = sum over p of exp(s[g][p] - top[g]) values[p][d]
@@ -87,10 +88,13 @@ struct Attend {
   const float* value_scales;
   Type type;  // f32 for int8, which has the same order
   int64_t depth;
-  int64_t begin, end;  // slots
-  float cap;           // 0: none
+  int64_t begin, end;
+  const int32_t* blocks;  // token t is in block blocks[t / block]
+  int64_t block;          // tokens in a block
+  int64_t block_rows;     // rows from one block to the next
+  float cap;              // 0: none
   const float* slopes;  // [queries]: times the distance of a key, added to its score; null: none
-  int64_t first;        // distance of slot `begin` from the new token, at most 0
+  int64_t first;        // distance of token `begin` from the new token, at most 0
   float* top;
   float* sum;
   float* out;  // [queries, q_stride], in the order of the cache's type
@@ -176,7 +180,7 @@ constexpr int64_t kTiledFrom = 4;
 // Up to this number of tokens each row of weights is read once and used for all tokens.
 constexpr int64_t kFew = 16;
 
-// The maximum number of slots in one call of `attend`, and of rows in one of `combine`.
+// The maximum number of tokens in one call of `attend`, and of rows in one of `combine`.
 constexpr int64_t kPart = 256;
 
 // Rows of activations are padded to this many elements, twice the longest vector.
