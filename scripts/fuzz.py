@@ -34,6 +34,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import FileIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -595,12 +596,12 @@ def print_refusals(formats: list[str]) -> int:
 
 # What opening a hostile file may take; a file that is accepted may take its own size several times.
 HOSTILE_SECONDS, HOSTILE_BYTES = 1.0, 200_000_000
-# Seconds after which a child is ended from outside, and its address space beyond what it has.
+# Seconds after which a child that opens a file is ended from outside, and its address space beyond what it has.
 _ENDED_SECONDS, _HOSTILE_SPACE = 20.0, 3 << 30
 
 
 def hostile_child(pipe: int) -> None:
-    """Opens the cases whose numbers come on stdin, and writes a line of JSON about each."""
+    """Opens the cases whose numbers come on stdin: an empty line before each, a line of JSON after it."""
     from maxjax import errors
     from scripts.hostile_files import act, cases, require_printable, warm_up_action
 
@@ -624,6 +625,7 @@ def hostile_child(pipe: int) -> None:
                 path = case.build(Path(directory).resolve())
                 gc.collect()
                 forget_peak()
+                out.write(b"\n")
                 before, begin = resident("VmRSS"), spent()
                 said, problem = "accepted", ""
                 try:
@@ -658,26 +660,23 @@ def hostile(
         ) as process:
             os.close(theirs)
             assert process.stdin is not None
-            with os.fdopen(ours, "rb") as lines:
+            with FileIO(ours) as lines:  # unbuffered: select does not see what a buffer holds
                 if not lines.readline():
                     raise RuntimeError("the child ended before it opened a file")
                 while todo:
                     number = todo.pop(0)
                     process.stdin.write(f"{number}\n")
                     process.stdin.flush()
-                    ready, _, _ = select.select([lines], [], [], _ENDED_SECONDS)
-                    line = lines.readline() if ready else b""
+                    # What it does before it opens the file, as imports, is not counted.
+                    how = ""
+                    try:
+                        line = _line(lines, START_SECONDS) and _line(lines, _ENDED_SECONDS)
+                    except TimeoutError:
+                        process.kill()
+                        line, how = b"", "no end"
                     if not line:
-                        if not ready:
-                            process.kill()
                         code = process.wait()
-                        how = (
-                            "no end"
-                            if not ready
-                            else signal.Signals(-code).name
-                            if code < 0
-                            else f"exit {code}"
-                        )
+                        how = how or (signal.Signals(-code).name if code < 0 else f"exit {code}")
                         yield names[number], _ENDED_SECONDS, 0, how, how
                         break
                     seconds, grown, said, problem = json.loads(line)
@@ -687,6 +686,13 @@ def hostile(
                         problem = problem or "too large"
                     yield names[number], seconds, grown, said, problem
             process.stdin.close()
+
+
+def _line(lines: FileIO, seconds: float) -> bytes:
+    """The next line of a child, empty if it has ended; TimeoutError if it writes none in time."""
+    if not select.select([lines], [], [], seconds)[0]:
+        raise TimeoutError
+    return lines.readline()
 
 
 def print_hostile(only: str, every: int, verbose: bool) -> int:
