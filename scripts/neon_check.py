@@ -49,69 +49,37 @@ PAD, PART = 32, 256  # kPad and kPart of kernels.h
 FLOAT, HALF, BRAIN = TYPES = [np.dtype(t) for t in ("f4", "f2", ml_dtypes.bfloat16)]
 # The largest error of rounding to each type: relative, and absolute among subnormal numbers.
 ROUNDING = {FLOAT: (0.0, 0.0), HALF: (2.0**-11, 2.0**-25), BRAIN: (2.0**-8, 2.0**-134)}
+HEADER = re.sub("//.*", "", (CPU / "kernels.h").read_text())
+# The types of members, other than pointers and structures.
+MEMBERS = {
+    "int64_t": ctypes.c_int64, "bool": ctypes.c_bool, "float": ctypes.c_float,
+    "Type": ctypes.c_int, "Format": ctypes.c_int,
+}  # fmt: skip
+
+
+def body(name: str) -> str:
+    """What is between the braces of a structure of kernels.h."""
+    found = re.search(rf"^struct {name} \{{(.*?)^\}};", HEADER, re.M | re.S)
+    assert found, f"kernels.h has no struct {name}"
+    return found[1]
+
+
+@functools.cache  # one class for a structure, also inside another
+def structure(name: str) -> type[ctypes.Structure]:
+    """A structure of kernels.h; its pointers are numbers."""
+    fields = []
+    for line in filter(None, map(str.strip, body(name).split(";"))):
+        kind, members = line.removeprefix("const ").replace("*", " *").split(None, 1)
+        for member in members.split(","):
+            inner = ctypes.c_uint64 if "*" in member else MEMBERS.get(kind) or structure(kind)
+            fields.append((member.strip(" *"), inner))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
 # The index of each function in maxjax::Level, in words of 8 bytes: the other members take the first two.
-LEVEL = re.search(r"^struct Level \{.*?^\};", (CPU / "kernels.h").read_text(), re.M | re.S)
-assert LEVEL, "kernels.h has no struct Level"
-FUNCTIONS = {name: 2 + i for i, name in enumerate(re.findall(r"\(\*(\w+)\)\(", LEVEL[0]))}
-
-
-class Rows(ctypes.Structure):
-    """maxjax::Rows, with the members of its Activations inline."""
-
-    _fields_ = [
-        ("x", ctypes.c_uint64), ("x_stride", ctypes.c_int64), ("narrow", ctypes.c_bool),
-        ("tokens", ctypes.c_int64),
-        ("w", ctypes.c_uint64), ("w_type", ctypes.c_int), ("depth", ctypes.c_int64),
-        ("y", ctypes.c_uint64), ("y_type", ctypes.c_int), ("y_stride", ctypes.c_int64),
-        ("begin", ctypes.c_int64), ("end", ctypes.c_int64),
-    ]  # fmt: skip
-
-
-class PackedRows(ctypes.Structure):
-    """maxjax::PackedRows, with the members of its Int8 inline."""
-
-    _fields_ = [
-        ("format", ctypes.c_int), ("w", ctypes.c_uint64), ("depth", ctypes.c_int64),
-        ("is_int8", ctypes.c_bool),
-        ("codes", ctypes.c_uint64), ("scales", ctypes.c_uint64), ("sums", ctypes.c_uint64),
-        ("half_sums", ctypes.c_uint64), ("code_sums", ctypes.c_uint64), ("x_stride", ctypes.c_int64),
-        ("floats", ctypes.c_uint64), ("stride", ctypes.c_int64), ("tokens", ctypes.c_int64),
-        ("y", ctypes.c_uint64), ("y_type", ctypes.c_int), ("y_stride", ctypes.c_int64),
-        ("begin", ctypes.c_int64), ("end", ctypes.c_int64), ("scratch", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
-class Attend(ctypes.Structure):
-    """maxjax::Attend."""
-
-    _fields_ = [
-        ("q", ctypes.c_uint64), ("q_stride", ctypes.c_int64), ("queries", ctypes.c_int64),
-        ("keys", ctypes.c_uint64), ("values", ctypes.c_uint64),
-        ("key_scales", ctypes.c_uint64), ("value_scales", ctypes.c_uint64), ("type", ctypes.c_int),
-        ("depth", ctypes.c_int64), ("begin", ctypes.c_int64), ("end", ctypes.c_int64),
-        ("cap", ctypes.c_float),
-        ("top", ctypes.c_uint64), ("sum", ctypes.c_uint64), ("out", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
-class Delta(ctypes.Structure):
-    """maxjax::Delta."""
-
-    _fields_ = [
-        ("q", ctypes.c_uint64), ("k", ctypes.c_uint64), ("v", ctypes.c_uint64),
-        ("kept", ctypes.c_float), ("beta", ctypes.c_float), ("state", ctypes.c_uint64),
-        ("key_dim", ctypes.c_int64), ("value_dim", ctypes.c_int64), ("y", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
-class Ssd(ctypes.Structure):
-    """maxjax::Ssd."""
-
-    _fields_ = [
-        ("x", ctypes.c_uint64), ("kept", ctypes.c_float), ("b", ctypes.c_uint64),
-        ("c", ctypes.c_uint64), ("state", ctypes.c_uint64), ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64), ("y", ctypes.c_uint64),
-    ]  # fmt: skip
+FUNCTIONS = {name: 2 + i for i, name in enumerate(re.findall(r"\(\*(\w+)\)\(", body("Level")))}
+Activations, Int8 = structure("Activations"), structure("Int8")
+Rows, PackedRows, Attend, Delta, Ssd = map(structure, "Rows PackedRows Attend Delta Ssd".split())
 
 
 def compiled(level: str) -> bytes:
@@ -229,7 +197,7 @@ class Machine:
             y = np.full((len(x), len(w)), np.nan, dtype)
             to = self.put(y)
             self.call("product", Rows(
-                self.put(x), x.shape[1], False, len(x),
+                Activations(self.put(x), x.shape[1]), len(x),
                 self.put(w), TYPES.index(w.dtype), w.shape[1],
                 to, TYPES.index(dtype), len(w), begin, end,
             ))  # fmt: skip
@@ -269,7 +237,7 @@ class Machine:
             to = self.put(y)
             self.call("packed_product", PackedRows(
                 kind, self.put(w), depth, is_int8,
-                *(map(self.put, parts) if is_int8 else [0] * 5), wide.shape[1],
+                Int8(*(map(self.put, parts) if is_int8 else [0] * 5), wide.shape[1]),
                 0 if is_int8 else self.put(floats), floats.shape[1], len(x),
                 to, TYPES.index(dtype), len(w), begin, end,
                 0 if is_int8 else self.put(np.zeros(64 * 1024, np.float32)),
@@ -285,8 +253,12 @@ class Machine:
         end: int,
         cap: float,
         scales: Sequence[np.ndarray] = (),
+        slopes: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The highest score of each query, the sum of its weights, and the weighted sum of the values."""
+        """The highest score of each query, the sum of its weights, and the weighted sum of the values.
+
+        The new token is in the slot after the last one.
+        """
         kind = FLOAT if scales else keys.dtype
         with self.room():
             scalars = np.zeros(len(q), np.float32)
@@ -294,7 +266,8 @@ class Machine:
             self.call("attend", Attend(
                 self.put(q), q.shape[1], len(q), self.put(keys), self.put(values),
                 *(map(self.put, scales) if scales else (0, 0)),
-                TYPES.index(kind), keys.shape[1], begin, end, cap, top, total, out,
+                TYPES.index(kind), keys.shape[1], begin, end, cap,
+                0 if slopes is None else self.put(slopes), begin - end, top, total, out,
             ))  # fmt: skip
             return self.get(top, scalars), self.get(total, scalars), self.get(out, q)
 
@@ -454,28 +427,38 @@ def check_exp(machine: Machine, rng: np.random.Generator) -> str:
 
 
 def exact_attention(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, cap: float
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    cap: float,
+    slopes: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The highest scores, and the weighted means of the values."""
     q, keys, values = (a.astype(np.float64) for a in (q, keys, values))
     scores = q @ keys.T
     scores = cap * np.tanh(scores / cap) if cap else scores
+    if slopes is not None:
+        scores += slopes[:, None].astype(np.float64) * np.arange(-len(keys), 0)
     top = scores.max(axis=1)
     weights = np.exp(scores - top[:, None])
     return top, weights @ values / weights.sum(axis=1, keepdims=True)
 
 
 def check_attend(machine: Machine, rng: np.random.Generator) -> str:
-    """Checks groups of queries, depths and parts of a cache, with and without a cap."""
+    """Checks groups of queries, depths and parts of a cache, with and without a cap and slopes."""
     worst, count = 0.0, 0
     parts = [(0, 1), (2, 5), (0, 31), (3, PART + 3), (9, 80)]
     options = itertools.product(TYPES, range(1, 10), (4, 8, 20, 64, 80), parts)
-    for (dtype, queries, depth, (begin, end)), cap in zip(options, itertools.cycle((0, 3, 50))):
+    kinds = itertools.product((0, 3, 50), (False, True))
+    for (dtype, queries, depth, (begin, end)), (cap, is_sloped) in zip(
+        options, itertools.cycle(kinds)
+    ):
         keys, values = rng.standard_normal((2, end, depth)).astype(dtype)
         q = (rng.standard_normal((queries, depth)) / depth**0.5).astype("f4")
         wide = np.pad(q, ((0, 0), (0, -depth % PAD)))
-        top, total, out = machine.attend(wide, keys, values, begin, end, cap)
-        exact_top, exact = exact_attention(q, keys[begin:end], values[begin:end], cap)
+        slopes = rng.uniform(0, 0.5, queries).astype("f4") if is_sloped else None
+        top, total, out = machine.attend(wide, keys, values, begin, end, cap, slopes=slopes)
+        exact_top, exact = exact_attention(q, keys[begin:end], values[begin:end], cap, slopes)
         np.testing.assert_allclose(top, exact_top, rtol=1e-6, atol=4e-6)
         worst = max(worst, float(np.abs(out[:, :depth] / total[:, None] - exact).max()))
         count += 1
