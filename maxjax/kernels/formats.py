@@ -522,14 +522,27 @@ class QuantLayout:
             >>> layout.divides(1, 2), layout.divides(1, 5)
             (True, False)
         """
-        size, unit = self.shape[along], _unit(self, along)
+        size, unit = self.shape[along], self.unit(along)
         if parts == 1:
             return True
-        return (
-            unit > 0
-            and size % parts == 0
-            and math.gcd(self.block(along), size // parts) % unit == 0
-        )
+        return size % parts == 0 and math.gcd(self.block(along), size // parts) % unit == 0
+
+    def unit(self, along: int) -> int:
+        """The least number of neighbouring rows (or columns) that can be dequantised by themselves; perhaps all."""
+        options: dict[str, Any] = dict(self.options)
+        words, size = 32 // options.get("bits", 4), self.shape[along]
+        if self.format in ("ternary", "mxfp4"):
+            return size
+        if self.format == "bitsandbytes4":
+            block = options["size"] * max(1, options["nested"])
+            if not options["nested"] and self.in_dim % block == 0:
+                return (1, block)[along]
+            return size if along else block // math.gcd(block, self.in_dim)
+        whole = {"nvfp4": 16, "bitnet": 1, "bitsandbytes8": 1, "scaled": 1}
+        columns = whole[self.format] if self.format in whole else words
+        # Zero points of several rows are in a word.
+        rows = words if self.format in ("pack_quantized", "gptq", "awq") else 1
+        return columns if along else rows
 
     def block(self, along: int) -> int:
         """The number of neighbouring rows (or columns) with one scale; all of them, if any part has its scales."""
@@ -579,21 +592,3 @@ class QuantLayout:
                 if along == axis and names:
                     return names
         return ()
-
-
-def _unit(layout: QuantLayout, along: int) -> int:
-    """The least number of rows (or columns) of a weight that are in no word with others; 0: it cannot be divided."""
-    options: dict[str, Any] = dict(layout.options)
-    words = 32 // options.get("bits", 4)
-    if layout.format in ("ternary", "mxfp4"):
-        return 0
-    if layout.format == "bitsandbytes4":
-        block = options["size"] * max(1, options["nested"])
-        if not options["nested"] and layout.in_dim % block == 0:
-            return (1, block)[along]
-        return 0 if along else block // math.gcd(block, layout.in_dim)
-    whole = {"nvfp4": 16, "bitnet": 1, "bitsandbytes8": 1, "scaled": 1}
-    columns = whole[layout.format] if layout.format in whole else words
-    # Zero points of several rows are in a word.
-    rows = words if layout.format in ("pack_quantized", "gptq", "awq") else 1
-    return columns if along else rows

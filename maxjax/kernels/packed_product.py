@@ -1,9 +1,9 @@
 """The matmul of activations with weights in ggml's blocks as a JAX primitive.
 
-CPUs have kernels in C++ (``cpu/packed.h``), with activations quantised to int8 or as floats; NVIDIA GPUs
-have kernels in Triton; elsewhere some rows are dequantised at a time, on a mesh of TPUs some of each device's
-part. The definition, which exported programs and derivatives use, dequantises the whole weight and keeps the
-activations as they are.
+CPUs have kernels in C++ (``cpu/packed.h``), with activations quantised to int8 or as floats; NVIDIA GPUs have
+kernels in Triton, and TPUs for MXFP4 one in Mosaic; elsewhere some rows are dequantised at a time, on a mesh of
+TPUs some of each device's part. The definition, which exported programs and derivatives use, dequantises the
+whole weight and keeps the activations as they are.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from ..dtype import DType
 from . import explicit, product
 from .blocks import decode, decoder_of
+from .format_product import in_blocks
+from .formats import QuantLayout, QuantTensor
 from .gpu import packed_product as triton
 from .gpu.triton import unavailable
 from .operation import Operation, same_varying, types_of, varying_with
 from .pallas import program_device, refused
 from .stack_slice import layer_of
+from .tpu import format_product as mosaic
 from .tpu.mosaic import LANES
+from .tpu.mosaic import unavailable as unavailable_on_tpu
 
 # The most weights that are dequantised at a time where there is no kernel.
 MOST_WEIGHTS = 1 << 20
 
-_WHAT = "a matmul with a quantised weight on a GPU"
+_WHAT = "a matmul with a quantised weight on a GPU or a TPU"
 
 # The formats of the C++ kernels, in the order of ``Format`` in cpu/kernels.h.
 FORMATS = (
@@ -208,8 +213,12 @@ def _on_parts(
         return _in_chunks(encoding, dtype, x, blocks, layer, devices)
 
     def local(x: Any, blocks: Any, layer: Any) -> jax.Array:
-        blocks = _as_it_lies(layer_of(blocks, layer) if blocks.ndim == 3 else blocks)
-        y = _in_chunks(encoding, dtype, x, blocks, layer, 1)
+        layout = block_layout(encoding, blocks)
+        if refused(_WHAT, _tpu_lacks(layout, x, blocks)):
+            blocks = _as_it_lies(layer_of(blocks, layer) if blocks.ndim == 3 else blocks)
+            y = _in_chunks(encoding, dtype, x, blocks, layer, 1)
+        else:
+            y = in_blocks(mosaic, layout, dtype, x, {"blocks": blocks}, layer)
         return jax.lax.psum(y, columns) if devices > 1 and columns else y
 
     over = (*rows, *columns)
@@ -219,6 +228,19 @@ def _on_parts(
     tokens = [()] * (x.ndim - 1)
     operands = [[*tokens, columns], [*([()] * len(lead)), rows, columns], []]
     return division.on_parts(local, operands, [*tokens, rows], over)(x, blocks, layer)
+
+
+def block_layout(encoding: str, blocks: Any) -> QuantLayout:
+    """The layout of a weight in blocks, or of a stack of them, for the kernel of TPUs."""
+    *_, out, width = blocks.shape
+    decoder = decoder_of(encoding)
+    tensors = (QuantTensor("blocks", DType.uint8, (out, width), (0, 1)),)
+    return QuantLayout(encoding, out, width // decoder.nbytes * decoder.elements, tensors)
+
+
+def _tpu_lacks(layout: QuantLayout, x: Any, blocks: Any) -> str:
+    """Why the kernel of TPUs cannot compute a matmul; "" if it can."""
+    return mosaic.lacks(layout, x, {"blocks": blocks}) or unavailable_on_tpu(program_device())
 
 
 def _as_it_lies(blocks: jax.Array) -> jax.Array:
@@ -317,6 +339,16 @@ def _groups_on_cuda(static: PackedOperand, x: Any, blocks: Any, owner: Any) -> l
     return [triton.group_kernel(encoding, dtype, x, blocks, owner)]
 
 
+def _groups_on_tpu(static: PackedOperand, x: Any, blocks: Any, owner: Any) -> list[jax.Array]:
+    (encoding,), (dtype,) = static.encodings, static.dtypes
+    layout = block_layout(encoding, blocks)
+    if refused(_WHAT, _tpu_lacks(layout, x, blocks)):
+        run = partial(_in_chunks, encoding, dtype, devices=1)
+        return _one_by_one(run, x, blocks, owner)
+    return [mosaic.kernel(layout, dtype, x, {"blocks": blocks}, owner)]
+
+
 _GROUPS = Operation(
-    "maxjax_packed_block_matmul", _group_types, _group_definition, {"cuda": _groups_on_cuda}, None, None
+    "maxjax_packed_block_matmul", _group_types, _group_definition,
+    {"cuda": _groups_on_cuda, "tpu": _groups_on_tpu}, None, None,
 )  # fmt: skip

@@ -105,7 +105,9 @@ class Split:
         fallback: axis to split evenly instead, if the sizes of ``axis`` do not divide evenly.
         by_device: whether the layer supports segments in device-major order (:class:`DeviceMajor`).
         whole: kinds of axes over which whole weights of a stack are distributed instead, if their
-            number divides evenly; each is then split over the other axes of ``over``.
+            number divides evenly; each is then split over the other axes of ``over``. If it cannot be split over
+            those, whole weights are distributed over all axes of ``over``.
+        unit: number of neighbouring values of the axis that stay together.
         fsdp: axis of the weight to split over ``fsdp``; the largest possible one if it cannot be.
 
     Example:
@@ -122,6 +124,7 @@ class Split:
     fallback: int | None = None
     by_device: bool = False
     whole: tuple[str, ...] = ()
+    unit: int = 1
     fsdp: int | None = None
 
     @property
@@ -256,8 +259,8 @@ class Split:
         # For each axis, the largest number of parts that it can be split into.
         counts = [*shape[:-1], shape[-1] // block] if shape else []
         entries: list[Entry] = [()] * len(shape)
-        dealt, shared = self._deal(mesh, count)
-        kinds = [kind for kind in self.over if not (dealt and kind in self.whole)]
+        dealt, shared = self._deal(mesh, shape, count)
+        kinds = [kind for kind in self.over if axis_of(mesh, kind) not in dealt]
         why, undivided = self._enter(mesh, kinds, shape, counts, entries)
         layout = None
         if self.by_device and any(entries) and self.axis is not None and len(self.segments) > 1:
@@ -272,10 +275,16 @@ class Split:
         why = "; ".join(filter(None, [shared, why, gathered]))
         return Placed(spec_of(entries), why or "no strategy", layout, dealt, undivided)
 
-    def _deal(self, mesh: Any, count: int) -> tuple[tuple[str, ...], str]:
+    def _deal(self, mesh: Any, shape: Sequence[int], count: int) -> tuple[tuple[str, ...], str]:
         """The mesh axes over which whole weights of a stack are distributed, and the reason in words."""
-        over = axes_of(mesh, self.whole)
-        if not over or count == 1:
+        if not self.whole or count == 1:
+            return (), ""
+        over, both = axes_of(mesh, self.whole), axes_of(mesh, self.over)
+        rest = parts_over(mesh, [axis for axis in both if axis not in over])
+        found = self.axis_in(shape)
+        if found and self._units(found[1])[0] % rest and count % parts_over(mesh, both) == 0:
+            over = both
+        if not over:
             return (), ""
         n, sizes = parts_over(mesh, over), sizes_text(mesh, over, "·")
         if count % n:
@@ -318,6 +327,8 @@ class Split:
         """The number of equal parts of an axis that can be distributed, and their name."""
         segments = self.segments_of(size)
         units = math.gcd(*(segment.num_heads or segment.size for segment in segments))
+        if self.unit > 1:
+            return (1 if size % self.unit else math.gcd(units, size // self.unit)), "blocks"
         if all(segment.num_heads for segment in segments):
             return units, "heads"
         name = "common parts of the segments" if self.segments else "values"

@@ -1,4 +1,4 @@
-"""Matmuls with weights in Hugging Face's quantised formats on TPUs: one kernel in Pallas for Mosaic.
+"""Matmuls with weights in Hugging Face's formats and in blocks of MXFP4 on TPUs: one kernel in Pallas for Mosaic.
 
 A program widens a tile of the stored numbers in its registers, scales it and multiplies it by a block of rows.
 The kernel takes stacks, and for each block the index of its weight, so that nothing is copied out of a stack.
@@ -11,6 +11,9 @@ well; if they hold rows of the weight, the result is.
 Every format becomes ``number · scale + offset``, with one scale and offset for each row and group of columns.
 These are small, so XLA computes them from the file's tensors before; scales of 8 bits the kernel widens itself.
 Numbers that are codes of other numbers are looked up in a table, which fills a register.
+
+Blocks of MXFP4 have their scale in front of their numbers. The kernel takes them as they lie: the activations have
+zeros at the places of scales, and a matmul with zeros and ones selects the scales from a tile.
 
 If the columns of a group are not consecutive, a tile takes the scales of all groups, and ``g_idx`` chooses between
 them for each column.
@@ -52,10 +55,11 @@ class Planes(NamedTuple):
         number: function from the bits of numbers, int32, or from the tensor's own elements to float32; None if
             they are codes in the first table.
         group: number of columns in a group, which may be all.
-        scale: float32 or bfloat16 ``[B, G, O]``; or 8 bits, which ``widen`` converts.
+        scale: float32 or bfloat16 ``[B, G, O]``; or 8 bits, which ``widen`` converts; or None, if the first byte of
+            each group of words is its scale.
         offset: float32 ``[B, G, O]``, or None.
         widen: function from the tables, a tile of the scale and, if there is one, of ``more`` to the scale in
-            float32; None if the scale is in floats.
+            float32 or bfloat16; None if the scale is in floats.
         more: float32 ``[B, G, O]`` for ``widen``, or None.
         tables: float32 ``[B, n]``, n at most 256.
         factor: float32 ``[B]``, by which results are multiplied, or None.
@@ -225,6 +229,19 @@ def _nvfp4(layout: QuantLayout, small: Any, weight: str, second: str, divides: b
     )  # fmt: skip
 
 
+def _mxfp4_blocks(layout: QuantLayout, small: Any) -> Planes:
+    table = jnp.asarray(2 * E2M1)[None]
+    return Planes(
+        "blocks", 4, (0, 1), False, False, None, 32, None, tables=(table,), widen=_half_of_e8m0
+    )
+
+
+def _half_of_e8m0(tables: Sequence[Any], scale: Any) -> Any:
+    """2^(e - 128) for bytes e, which bfloat16 holds exactly; 0 for the two numbers that are subnormal."""
+    e = jnp.maximum(scale.astype(jnp.int32) - 1, 0)
+    return jax.lax.bitcast_convert_type(e << 23, jnp.float32).astype(jnp.bfloat16)
+
+
 # Each function takes the layout, the small tensors ``[B, ...]`` and the options of the layout.
 _FORMATS: dict[str, Callable[..., Planes]] = {
     "scaled": _scaled,
@@ -235,7 +252,10 @@ _FORMATS: dict[str, Callable[..., Planes]] = {
     "mlx": _mlx,
     "bitsandbytes4": _bitsandbytes4,
     "nvfp4": _nvfp4,
+    "MXFP4": _mxfp4_blocks,
 }
+# Bytes and numbers of a block, which begins with the byte of its scale.
+_BLOCK, _BLOCK_NUMBERS = 17, 32
 # Formats whose numbers are in bytes, two in each, and the number of columns in a group.
 _IN_BYTES = ("bitsandbytes4", "nvfp4")
 _NVFP4_GROUP = 16
@@ -258,7 +278,10 @@ def lacks(layout: QuantLayout, x: Any, tensors: Mapping[str, Any]) -> str:
 
 
 class _Tiles(NamedTuple):
-    """Sizes of a tile: of words, and the number of columns and of groups in it."""
+    """Sizes of a tile: of words, and the number of columns and of groups in it.
+
+    If each group of words begins with its scale, ``words`` counts these as well.
+    """
 
     rows: int
     words: int
@@ -269,6 +292,8 @@ class _Tiles(NamedTuple):
 def _sizes(layout: QuantLayout) -> tuple[_Tiles, str]:
     """The tiles of a weight, and why there are none."""
     out, inner = layout.shape
+    if layout.format == "MXFP4":
+        return _sizes_of_blocks(out, inner), ""
     options = dict(layout.options)
     block = options.get("block")
     group = options.get("group", block[1] if block else options.get("size", inner))
@@ -290,6 +315,13 @@ def _sizes(layout: QuantLayout) -> tuple[_Tiles, str]:
     most = LANES if by_rows else _ROWS
     rows = min(out // across, most)
     return _Tiles(rows, words, columns, max(1, columns // group)), ""
+
+
+def _sizes_of_blocks(out: int, inner: int) -> _Tiles:
+    count = inner // _BLOCK_NUMBERS
+    groups = LANES if count % LANES == 0 else count  # 128 blocks, or all, end where registers end
+    rows = _ROWS if groups <= LANES else LANES
+    return _Tiles(min(out, rows), groups * _BLOCK, groups * _BLOCK_NUMBERS, groups)
 
 
 def _padded(shape: Sequence[int], dtype: Any) -> int:
@@ -350,7 +382,9 @@ def kernel(
     steps, wide = inner // tiles.columns, out // of_rows
 
     def in_planes(a: jax.Array) -> jax.Array:
-        """``[..., in]`` → ``[..., planes of columns, in / planes]``."""
+        """``[..., in]`` → ``[..., planes of columns, words]``."""
+        if planes.scale is None:
+            return _in_blocks(a)
         a = a.reshape(*a.shape[:-1], inner // of_columns, of_columns).swapaxes(-1, -2)
         return a[..., np.array(planes.order), :] if of_columns > 1 else a
 
@@ -373,7 +407,7 @@ def kernel(
     # The tiles in a group.
     in_group = max(1, planes.group // tiles.columns) if planes.index is None else steps
     index = [] if planes.index is None else [in_planes(planes.index)]
-    last = small_blocks[0].shape[0] - 1
+    last = len((*small_blocks, *tables)[0]) - 1
 
     def of_words(b: Any, i: Any, j: Any, owner: Any) -> Any:
         place = owner[jnp.minimum(b, owner.shape[0] - 1)]
@@ -439,6 +473,7 @@ def _program(
     given: Any = iter(operands)
     by_groups = (planes.scale, planes.more, planes.offset)
     scales, more, offsets = ([] if a is None else [next(given)] for a in by_groups)
+    words_along = 0 if planes.is_turned else 1
     index = None if planes.index is None else next(given)
     tables = [next(given)[0] for _ in planes.tables]
     step = pl.program_id(2)
@@ -456,16 +491,18 @@ def _program(
             q = jax.lax.shift_right_logical(q, jnp.int32(p * planes.bits)) & (2**planes.bits - 1)
         numbers = _looked_up(q, tables[0]) if planes.number is None else planes.number(q)
         row = p if planes.by_rows else 0
-        scale, *of_scale = (a[0, row, 0] for a in (*scales, *more))  # [groups, rows]
+        places = _places(planes, tiles, None if index is None else index[0, p : p + 1])
+        if planes.scale is None:
+            scale, *of_scale = [_firsts(stored, tiles, words_along)]
+        else:
+            scale, *of_scale = (a[0, row, 0] for a in (*scales, *more))  # [groups, rows]
         if planes.widen is not None:
             scale = planes.widen(tables, scale, *of_scale)
-        places = _places(tiles, None if index is None else index[0, p : p + 1])
-        weights = numbers * _spread(scale.astype(jnp.float32), places, planes)
+        weights = numbers * _spread(scale, places, planes)
         for one in offsets:
             weights = weights + _spread(one[0, row, 0], places, planes)
-        axis = 0 if planes.is_turned else 1
         sums[row] += jax.lax.dot_general(
-            x[0, 0 if planes.by_rows else p], weights.astype(dtype), (((1,), (axis,)), ((), ())),
+            x[0, 0 if planes.by_rows else p], weights.astype(dtype), (((1,), (words_along,)), ((), ())),
             precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )  # fmt: skip
@@ -476,26 +513,59 @@ def _program(
         y[0] = (sums[...] * factor).astype(y.dtype)
 
 
-def _places(tiles: _Tiles, index: Any) -> Any:
-    """Which group a number of each word is in, as zeros and ones ``[groups, words]``.
+def _in_blocks(x: jax.Array) -> jax.Array:
+    """``[..., in]`` → ``[..., 2, words]`` as the numbers lie in blocks of bytes, with zeros for their scales."""
+    half = _BLOCK - 1
+    x = x.reshape(*x.shape[:-1], -1, 2, half).swapaxes(
+        -2, -3
+    )  # a byte has the numbers i and i + 16 of a block
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def _places(planes: Planes, tiles: _Tiles, index: Any) -> Any:
+    """Which group a number of each word is in, as zeros and ones ``[groups, words]``; a word may be a scale.
 
     Args:
         index: index of the group of each of the numbers, int32 ``[1, words]``; None if groups are consecutive.
     """
     group = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 0)
     if index is None:
-        word = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 1)
-        index = jax.lax.div(word, jnp.full_like(word, tiles.words // tiles.groups))
-    return (jnp.broadcast_to(index, group.shape) == group).astype(jnp.float32)
+        word = jax.lax.broadcasted_iota(jnp.int32, group.shape, 1)
+        first, size = _first(group, tiles)
+        start = first + 1 if planes.scale is None else first
+        return ((word >= start) & (word < first + size)).astype(jnp.bfloat16)
+    return (jnp.broadcast_to(index, group.shape) == group).astype(jnp.bfloat16)
+
+
+def _first(group: Any, tiles: _Tiles) -> tuple[Any, int]:
+    """The first word of groups of consecutive words, and the number of words in a group."""
+    size = tiles.words // tiles.groups
+    return group * size, size
+
+
+def _firsts(words: Any, tiles: _Tiles, along: int) -> Any:
+    """The first of the bytes of each group, as floats ``[groups, rows]``."""
+    group = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 0)
+    word = jax.lax.broadcasted_iota(jnp.int32, group.shape, 1)
+    is_first = (word == _first(group, tiles)[0]).astype(jnp.bfloat16)
+    # bfloat16 holds the numbers of a byte exactly.
+    bytes_ = words.astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
+    return jax.lax.dot_general(
+        is_first, bytes_, (((1,), (along,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def _spread(groups: Any, places: Any, planes: Planes) -> Any:
-    """``[groups, rows]`` → the shape of a tile of words, ``[words, rows]`` or ``[rows, words]``.
+    """``[groups, rows]`` → the shape of a tile of words, ``[words, rows]`` or ``[rows, words]``, in float32.
 
     Registers cannot repeat numbers along a row; a matmul with zeros and ones can, exactly.
     """
+    if groups.dtype != jnp.bfloat16:
+        groups, places = groups.astype(jnp.float32), places.astype(jnp.float32)
     operands = (places, groups) if planes.is_turned else (groups, places)
     return jax.lax.dot_general(
         *operands, (((0,), (0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if groups.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
     )  # fmt: skip

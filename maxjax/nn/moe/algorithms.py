@@ -95,14 +95,9 @@ class ExpertWeights(NamedTuple):
         biases = [run(bias) for bias in self.biases or () if bias is not None]
         return ExpertWeights.of([*map(run, self.matrices)], biases)
 
-    def at(self, index: Any, taken: bool = False) -> ExpertWeights:
-        """One of the stacked experts, without a copy where possible.
-
-        Args:
-            taken: whether a quantised expert is copied out of the stack, for platforms where XLA would
-                otherwise copy the whole stack into a layout that suits the matmul.
-        """
-        return self.each(lambda w: _at(w, index, taken))
+    def at(self, index: Any) -> ExpertWeights:
+        """One of the stacked experts, without a copy."""
+        return self.each(lambda w: _at(w, index))
 
     @property
     def is_packed(self) -> bool:
@@ -114,11 +109,10 @@ class ExpertWeights(NamedTuple):
 AllExperts = ExpertWeights | Sequence[ExpertWeights]
 
 
-def _at(w: Any, index: Any, taken: bool) -> Any:
-    if not isinstance(w, PACKED):
-        return slice_of(w, index)
-    one = w.each(lambda a: slice_of(a, index))
-    return one.each(jnp.asarray) if taken else one
+def _at(w: Any, index: Any) -> Any:
+    if isinstance(w, PACKED):
+        return w.each(lambda a: slice_of(a, index))
+    return slice_of(w, index)
 
 
 def count_of(experts: AllExperts) -> int:
@@ -222,7 +216,7 @@ def few_choices(
         owner = owners[i]
 
         def compute(row: jax.Array) -> jax.Array:
-            return run(row, experts.at(jnp.minimum(owner, many - 1), not by_rows))
+            return run(row, experts.at(jnp.minimum(owner, many - 1)))
 
         row = jax.lax.dynamic_slice_in_dim(x, i // k, 1)  # [1, E]
         if not some:
@@ -336,18 +330,17 @@ def _weighed(y: jax.Array, chosen: jax.Array, shares: jax.Array, many: int) -> j
 
 def in_blocks(
     kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: AllExperts,
-    *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False, taken: bool = True,
+    *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Runs blocks of rows that have the same expert, whose weights are read in place: ``[N, E]`` → ``[N, E]``.
 
     Args:
         rows: smallest and largest number of rows in a block.
         by_kernel: whether to run all blocks in one kernel, instead of one after the other.
-        taken: argument of ``ExpertWeights.at``.
     """
     (count, k), width = chosen.shape, x.shape[1]
     total, owners, many = count * k, chosen.reshape(-1), count_of(experts)
-    apply = _apply_kernel if by_kernel else partial(_apply, taken=taken)
+    apply = _apply_kernel if by_kernel else _apply
     size = block_rows(total, many, *rows)
     if size == 1:
         y = apply(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
@@ -383,9 +376,7 @@ def block_rows(rows: int, experts: int, least: int, most: int) -> int:
     return max(least, min(most, mean))
 
 
-def _apply(
-    kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExperts, taken: bool = True
-) -> jax.Array:
+def _apply(kind: Kind, owner: jax.Array, rows: jax.Array, experts: AllExperts) -> jax.Array:
     """Runs each block of ``[blocks, rows, E]`` through its expert; blocks with owner X are empty and give 0."""
     many = count_of(experts)
     if isinstance(experts, ExpertWeights):
@@ -393,7 +384,7 @@ def _apply(
 
         def one(block: Any) -> jax.Array:
             def compute(rows: jax.Array) -> jax.Array:
-                return _expert(kind, rows, all_of_them.at(jnp.minimum(block[0], many - 1), taken))
+                return _expert(kind, rows, all_of_them.at(jnp.minimum(block[0], many - 1)))
 
             return jax.lax.cond(block[0] < many, compute, partial(_nothing, compute), block[1])
 

@@ -7,6 +7,7 @@ Sources: Mixtral (arXiv:2401.04088), GShard (arXiv:2006.16668); transformers' ``
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +66,8 @@ class Experts(ExpertStack):
     The weights of all experts are one array for each projection, and names in state dicts are those of a list of
     experts. If a file holds experts of one layer in different dtypes, each expert has its own arrays.
     On a mesh, experts are distributed over the axis ``expert`` and their inner features split over ``model``;
-    if X does not divide evenly, inner features are split over both axes together.
+    if X does not divide evenly, inner features are split over both axes together; if F, or its number of quantisation
+    blocks, does not divide evenly, experts are distributed over both.
 
     Args:
         size, inner: E and F.
@@ -131,12 +133,24 @@ class Experts(ExpertStack):
     def sharding_rules(self) -> dict[str, Any]:
         """Distributes experts over the mesh axis ``expert``, and splits their inner features over ``model``."""
         rules: dict[str, Any] = {}
-        whole = ("expert",) if self.is_stacked else ()
+        whole, unit = ("expert",) if self.is_stacked else (), self._unit()
         for i in self._mx_children:  # one stands for all experts where they are stacked
             for name in self.names:
                 split = COLUMNS if name == self.names[-1] else ROWS
-                rules[f"{i}.{name}"] = replace(split, over=EXPERTS, whole=whole)
+                rules[f"{i}.{name}"] = replace(split, over=EXPERTS, whole=whole, unit=unit)
         return rules
+
+    def _unit(self) -> int:
+        """The number of neighbouring inner features that stay on one device, because a quantised weight needs it."""
+        units = []
+        for expert in self._each:
+            for name, layer in zip(self.names, expert.linears, strict=True):
+                along = int(name == self.names[-1])
+                if isinstance(layer, QuantizedLinear):
+                    units.append(layer.layout.unit(along))
+                elif along:
+                    units.append(self._tensors(name, expert)["weight"][0].spec.block)
+        return math.lcm(*units)
 
     @property
     def _each(self) -> list[ExpertMLP]:

@@ -12,8 +12,8 @@ TPU and others   each choice, a matmul           up to 128 tokens all experts at
                                                  grouped matmul
 ===============  ==============================  ================================================
 
-Quantised experts use the kernel of their format, for each choice or for blocks of rows; on NVIDIA GPUs always one
-kernel for all blocks, which have one row if there are few choices and weights are in ggml's blocks.
+Quantised experts are multiplied by the kernel of their format in blocks of rows, on accelerators in one call for
+all blocks; on NVIDIA GPUs these have one row if there are few choices and weights are in ggml's blocks.
 
 Shapes: N tokens, E features, X experts with F inner features, k experts for each token.
 """
@@ -211,7 +211,7 @@ def _on_cpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExp
     if has_tensors(experts):
         # Dequantising an expert takes longer than multiplying some rows: each expert is in as few blocks as possible.
         rows = min(_DEQUANTISED_FOR, x.shape[0]), rows[1]
-    return in_blocks(options.kind, x, chosen, shares, experts, rows=rows, taken=False)
+    return in_blocks(options.kind, x, chosen, shares, experts, rows=rows)
 
 
 def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts) -> jax.Array:
@@ -229,13 +229,13 @@ def _elsewhere(
     options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExperts
 ) -> jax.Array:
     found, kind = stacked(experts), options.kind
-    if has_tensors(found):
+    if found.is_packed:
         return in_blocks(kind, x, chosen, shares, found, rows=TPU_ROWS, by_kernel=True)
     if _is_few(chosen, found):
         return few_choices(kind, x, chosen, shares, found, by_rows=False, some=options.some)
-    if not found.is_packed and x.shape[0] <= _AT_ONCE:
+    if x.shape[0] <= _AT_ONCE:
         return all_at_once(kind, x, chosen, shares, found)
-    if found.is_packed or any(w.shape[-1] % _LANES for w in found.matrices):
+    if any(w.shape[-1] % _LANES for w in found.matrices):
         return in_blocks(kind, x, chosen, shares, found, rows=GPU_ROWS)
     return sorted_mixture(kind, x, chosen, shares, found)
 

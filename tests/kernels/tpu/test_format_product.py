@@ -1,12 +1,15 @@
-"""Products with weights in Hugging Face's formats as the TPU kernel computes them, on a CPU."""
+"""Products with quantised weights as the TPU kernel computes them, on a CPU."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax.kernels.blocks import decode
 from maxjax.kernels.format_product import in_blocks
+from maxjax.kernels.packed_product import block_layout
 from maxjax.kernels.tpu import format_product as tpu
 from tests.kernels.gpu.test_format_product import made
+from tests.kernels.packed_operands import blocks
 from tests.models.quantizers import CASES
 
 SIZES = [(48, 192), (384, 2048)]
@@ -77,3 +80,35 @@ def test_exact_in_float32(name):
     for i in (0, 1, 3):
         expected = np.asarray(x[i], np.float64) @ values[owner[i]].T
         np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (8, 32),
+        (96, 2880),  # gpt-oss: registers do not end where blocks end
+        (384, 8192),  # several tiles of columns
+        (1536, 32),  # with the rows last in memory
+        (40, 6144),  # one tile of 192 blocks
+    ],
+)
+def test_blocks_of_mxfp4(shape):
+    stacks = np.stack([blocks("MXFP4", *shape, seed=i) for i in range(3)])
+    stacks[:, 0, ::17] = 252  # the largest scales for which the weights are finite in float32
+    layout, tensors = block_layout("MXFP4", stacks), {"blocks": jnp.asarray(stacks)}
+    values = np.asarray(decode("MXFP4", stacks), np.float64)
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(4, 16, shape[1])), jnp.float32) * 2.0**-9
+    owner = jnp.asarray([2, 0, -1, 2], jnp.int32)
+    assert not tpu.lacks(layout, x, tensors)
+    found = np.asarray(tpu.kernel(layout, jnp.float32, x, tensors, owner, interpret=True))
+    for i in (0, 1, 3):
+        expected = np.asarray(x[i], np.float64) @ values[owner[i]].T
+        for rows in (slice(0, 1), slice(1, None)):
+            most = 1e-5 * np.abs(expected[:, rows]).max()
+            np.testing.assert_allclose(found[i][:, rows], expected[:, rows], rtol=0, atol=most)
+
+
+def test_blocks_of_other_encodings_are_refused():
+    stacks = np.zeros((1, 8, 34), np.uint8)
+    x = jnp.zeros((1, 32))
+    assert "Q8_0" in tpu.lacks(block_layout("Q8_0", stacks), x, {"blocks": stacks})

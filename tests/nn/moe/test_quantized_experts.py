@@ -1,4 +1,4 @@
-"""Mixtures whose experts are quantised in Hugging Face's formats, on meshes; the reference is NumPy in float64."""
+"""Mixtures whose experts are quantised, on meshes; the reference is NumPy in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +7,21 @@ import pytest
 from jax.sharding import AxisType
 
 from maxjax.dtype import DType
+from maxjax.graph.quantization import QuantizationEncoding
+from maxjax.kernels.blocks import decode
 from maxjax.nn.moe.algorithms import GPU_ROWS, TPU_ROWS, in_blocks
 from maxjax.nn.moe.expert_list import Experts
+from tests.kernels.packed_operands import blocks
 from tests.models.quantizers import CASES
 from tests.nn.test_quantized import layer_of
 
 SIZE, INNER, COUNT, CHOSEN = 128, 256, 8, 3
+# Three blocks of MXFP4, which no mesh axis divides: experts are distributed whole over ``model``.
+INNER_MXFP4 = 96
 NAMES = ("gate_proj", "up_proj", "down_proj")
 FORMATS = [
     "fp8 blocks", "pack-quantized 4 order", "gptq 4 order", "awq", "bitsandbytes nf4", "bitsandbytes int8",
-    "mlx 4", "compressed nvfp4",
+    "mlx 4", "compressed nvfp4", "MXFP4",
 ]  # fmt: skip
 MESHES = [
     {},
@@ -31,6 +36,8 @@ MESHES = [
 
 def quantised_experts(name):
     """(experts of a format, their weights ``[experts][projection]`` in float64)."""
+    if name == "MXFP4":
+        return experts_in_blocks()
     rng = np.random.default_rng(0)
     experts = Experts(SIZE, INNER, COUNT, DType.float32, NAMES).unstack()
     shapes = [(INNER, SIZE), (INNER, SIZE), (SIZE, INNER)]
@@ -45,6 +52,25 @@ def quantised_experts(name):
             if i == 0:
                 setattr(experts[0], projection, layer_of(CASES[name].config, tensors, shape))
     experts.restack()
+    experts.load_state_dict(state)
+    return experts, values
+
+
+def experts_in_blocks():
+    experts = Experts(SIZE, INNER_MXFP4, COUNT, DType.float32, NAMES)
+    for holder in experts._mx_definition()[1]:
+        dims = tuple(int(size) for size in holder.spec.dims)
+        encoding = QuantizationEncoding.MXFP4
+        holder.redeclare(DType.uint8, encoding.packed_shape(dims), encoding)
+    state, values = {}, []
+    for i in range(COUNT):
+        values.append([])
+        for k, projection in enumerate(NAMES):
+            shape = (SIZE, INNER_MXFP4) if projection == NAMES[-1] else (INNER_MXFP4, SIZE)
+            state[f"{i}.{projection}.weight"] = found = blocks("MXFP4", *shape, seed=3 * i + k) - 0
+            # Scales of 2^-6 to 2^-3, so that results are neither large nor small.
+            found[:, ::17] = 122 + found[:, ::17] % 4
+            values[-1].append(np.asarray(decode("MXFP4", found), np.float64))
     experts.load_state_dict(state)
     return experts, values
 
@@ -94,6 +120,14 @@ def test_as_accelerators_do(name, rows):
     found = in_blocks("silu", x, jnp.asarray(chosen), shares, weights, rows=rows, by_kernel=True)
     expected = reference(values, x.astype(np.float64), chosen, shares)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_experts_whose_blocks_do_not_divide_are_distributed_whole():
+    experts, _ = quantised_experts("MXFP4")
+    for sizes in ({"model": 4}, {"expert": 2, "model": 2}):
+        placed = experts.to(jax.make_mesh(tuple(sizes.values()), tuple(sizes)))
+        for leaf in jax.tree.leaves(placed):
+            assert leaf.addressable_shards[0].data.shape == (COUNT // 4, *leaf.shape[1:])
 
 
 def test_gradients_reach_the_tokens():
