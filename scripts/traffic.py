@@ -8,8 +8,8 @@ not count. A fusion reads of an operand only the slices that it takes. A Pallas 
 reads one matrix of stacked weights, or one for each block of rows that has an expert, and one layer of
 a cache. A loop counts as often as it runs; decoding counts one token. Where experts are chosen while
 the program runs, numbers are expected values for tokens that choose independently and evenly: of blocks of
-rows, those that have an expert; of branches, those that compute one. Of other branches the one counts that
-moves most.
+rows, those that have an expert; of branches, those that compute one; a loop that repeats until all rows are
+computed runs once. Of other branches the one counts that moves most.
 
 Nothing is known about caches: data that two operations read counts twice, also if the second finds it
 in the L2 cache of a GPU.
@@ -86,11 +86,12 @@ class Mixture(NamedTuple):
         """
         return 1 - (1 - self.chosen / self.experts) ** self.tokens
 
-    def share_of_blocks(self, blocks: int, rows: int) -> float:
+    def share_of_blocks(self, blocks: int, rows: int, is_enough: bool = False) -> float:
         """The expected share of ``blocks`` blocks of ``rows`` rows that have an expert of this device.
 
         A program has blocks for the worst case. It may take the tokens in several parts, each with that many
-        blocks; then the share is that of one part.
+        blocks; then the share is that of one part. Or it repeats where blocks are not enough (``is_enough``: they
+        are, for all tokens, as they are if tokens choose evenly).
 
         Example:
             >>> Mixture(experts=16, local=2, chosen=2, tokens=4, width=4).share_of_blocks(8, 1)
@@ -98,7 +99,8 @@ class Mixture(NamedTuple):
         """
         # As many choices have so many blocks in the worst case; never are they fewer than blocks.
         choices = max(blocks, blocks * rows - (self.local - 1) * (rows - 1))
-        tokens = min(self.tokens, choices // self.chosen) or self.tokens
+        tokens = 0 if is_enough else min(self.tokens, choices // self.chosen)
+        tokens = tokens or self.tokens
         used = self.local * expected_blocks(tokens, self.chosen / self.experts, rows)
         return min(1.0, used / blocks)
 
@@ -300,6 +302,7 @@ class _Traffic(Follow):
         self.fusions = _Fusions(program)
         self.found: list[Moved] = []
         self._turns: list[int] = []  # of the loops around an instruction, outermost first
+        self._repeats = 0  # number of loops around it that repeat if blocks of rows are not enough
         self._sliced = 1  # the largest number of slices of a cache that a loop was seen to take
         self._alike = _branches_alike(program)
 
@@ -377,7 +380,8 @@ class _Traffic(Follow):
         if self.mixture is None or not is_expert(value.name) or 1 in (blocks, matrices):
             return 1 / matrices
         rows = max(1, *(math.prod(shape[:-1]) // blocks for shape in own))
-        return blocks * self.mixture.share_of_blocks(blocks, rows) / matrices
+        share = self.mixture.share_of_blocks(blocks, rows, bool(self._repeats))
+        return blocks * share / matrices
 
     # --- loops and branches
 
@@ -392,17 +396,22 @@ class _Traffic(Follow):
 
     def loop(self, one: Instruction, start: Value, times: float, loops: int) -> Value:
         before, self._sliced = self._sliced, 1
-        self._turns.append(trips(self.program, one) or 1)
+        known = trips(self.program, one)
+        self._turns.append(known or 1)
+        is_of_tokens = self.is_decode and not loops
+        repeats = known is None and not is_of_tokens and any(map(is_expert, _names(start)))
+        self._repeats += repeats
         value = super().loop(one, start, times, loops)
+        self._repeats -= repeats
         self._turns.pop()
         self._sliced = before
         return value
 
     def turns(self, one: Instruction, loops: int) -> int:
-        """As often as the program says; else 1 for the loop over tokens, and for others all slices of a cache."""
+        """As often as the program says; else 1 for loops over tokens or experts, for others all slices of a cache."""
         known = trips(self.program, one)
         if known is None:
-            known = 1 if self.is_decode and not loops else self._sliced
+            known = 1 if self._repeats or (self.is_decode and not loops) else self._sliced
         self._turns[-1] = known
         return known
 

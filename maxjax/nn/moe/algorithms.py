@@ -32,7 +32,7 @@ from ...kernels import QuantArray, QuantTensors, StackSlice, matmul
 from ...kernels.block_matmul import block_matmul
 from ...kernels.format_product import format_block_matmul
 from ...kernels.grouped import grouped_matmul
-from ...kernels.operation import same_varying
+from ...kernels.operation import same_varying, varying_with
 from ...kernels.packed_product import packed_block_matmul
 from ...kernels.stack_slice import places_of, slice_of
 from ..activation import activation
@@ -330,39 +330,58 @@ def _weighed(y: jax.Array, chosen: jax.Array, shares: jax.Array, many: int) -> j
 
 def in_blocks(
     kind: Kind, x: jax.Array, chosen: jax.Array, shares: jax.Array, experts: AllExperts,
-    *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False,
+    *, rows: tuple[int, int] = CPU_ROWS, by_kernel: bool = False, parts: int = 1,
 ) -> jax.Array:  # fmt: skip
     """Runs blocks of rows that have the same expert, whose weights are read in place: ``[N, E]`` → ``[N, E]``.
 
     Args:
         rows: smallest and largest number of rows in a block.
         by_kernel: whether to run all blocks in one kernel, instead of one after the other.
+        parts: number of equal parts of the mixture's experts, of which these are one. With several, a loop computes
+            as many blocks at a time as there are if tokens choose all parts evenly, and repeats if there are more.
     """
     (count, k), width = chosen.shape, x.shape[1]
     total, owners, many = count * k, chosen.reshape(-1), count_of(experts)
     apply = _apply_kernel if by_kernel else _apply
-    size = block_rows(total, many, *rows)
+    size = block_rows(total, many * parts, *rows)
     if size == 1:
         y = apply(kind, owners, jnp.repeat(x, k, axis=0)[:, None], experts)
         y = y.reshape(count, k, width)
-    else:
-        blocks = min(total, (total + many * (size - 1)) // size)
-        order = jnp.argsort(owners)  # stable
-        sizes = jnp.bincount(owners, length=many).astype(jnp.int32)
-        before = jnp.cumsum(sizes) - sizes  # number of rows before those of each expert
-        ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
-        first = ends - -(-sizes // size)
-        numbers = jnp.arange(blocks, dtype=jnp.int32)
+        return _weighed(y.astype(jnp.float32), chosen, shares, many)
+    blocks = min(total, (total + many * (size - 1)) // size)
+    if parts > 1:
+        blocks = min(blocks, -(-total // (parts * size)) + many)
+    order = jnp.argsort(owners)  # stable
+    sizes = jnp.bincount(owners, length=many).astype(jnp.int32)
+    before = jnp.cumsum(sizes) - sizes  # number of rows before those of each expert
+    ends = jnp.cumsum(-(-sizes // size))  # blocks up to the end of each expert
+    first = ends - -(-sizes // size)
+    # The row of each choice, if all blocks were computed at a time.
+    places = first[owners] * size + jnp.argsort(order) - before[owners]
+
+    def run(one: Any) -> jax.Array:
+        """The sums over the rows of the blocks from the number ``one``."""
+        numbers = one + jnp.arange(blocks, dtype=jnp.int32)
         owner = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
         # Row i of block b. Rows after an expert's last hold an arbitrary token and are ignored.
         mine = jnp.minimum(owner, many - 1)
         start = before[mine] + (numbers - first[mine]) * size
-        places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
-        found = x[order[jnp.clip(places, 0, total - 1)] // k]  # [blocks, size, E]
+        rows = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+        found = x[order[jnp.clip(rows, 0, total - 1)] // k]  # [blocks, size, E]
         y = apply(kind, owner, found, experts).reshape(blocks * size, width)
-        y = y[first[owners] * size + jnp.argsort(order) - before[owners]]
-        y = y.reshape(count, k, width)
-    return _weighed(y.astype(jnp.float32), chosen, shares, many)
+        place = places - one * size
+        y = y[place].reshape(count, k, width).astype(jnp.float32)
+        if parts == 1:
+            return _weighed(y, chosen, shares, many)
+        is_here = ((place >= 0) & (place < blocks * size)).reshape(count, k)
+        return _weighed(y, jnp.where(is_here, chosen, many), shares, many)
+
+    if parts == 1:
+        return run(0)
+    add = lambda i, sums: sums + run(i * blocks)
+    zeros = jnp.zeros((count, width), jnp.float32)
+    zeros = varying_with(zeros, x, chosen, shares, *jax.tree.leaves(experts))
+    return jax.lax.fori_loop(0, -(-ends[-1] // blocks), add, zeros)
 
 
 def block_rows(rows: int, experts: int, least: int, most: int) -> int:

@@ -67,11 +67,11 @@ class _Options(NamedTuple):
 
     Attributes:
         kind: gated activation of the experts (``algorithms.Kind``).
-        some: whether some chosen indices mean no expert.
+        parts: number of equal parts of the experts, of which these are one.
     """
 
     kind: Kind
-    some: bool = False
+    parts: int = 1
 
 
 def mixture(
@@ -81,7 +81,7 @@ def mixture(
     experts: AllExperts,
     kind: Kind,
     *,
-    some: bool = False,
+    parts: int = 1,
 ) -> jax.Array:
     """``Σ share · down(activation(gate(x)) · up(x))`` over a token's experts, in float32.
 
@@ -95,7 +95,8 @@ def mixture(
         chosen, shares: indices of experts, and the factors of their results, ``[N, k]`` each.
         experts: weights of the X experts, stacked or separate.
         kind: gated activation of the experts (``algorithms.Kind``).
-        some: whether ``chosen`` may have indices of X or more, which mean no expert.
+        parts: number of equal parts of the mixture's experts, of which these are one. With several, ``chosen`` may
+            have indices of X or more, which mean no expert.
 
     Returns:
         ``[N, E]``.
@@ -107,7 +108,7 @@ def mixture(
         Array([12., 12.], dtype=float32)
     """
     experts = experts if isinstance(experts, ExpertWeights) else list(experts)
-    y = _sum(_Options(kind, some), x, chosen, shares, experts)
+    y = _sum(_Options(kind, parts), x, chosen, shares, experts)
     bias = down_bias(experts)
     if bias is None:
         return y
@@ -218,7 +219,7 @@ def _on_gpu(options: _Options, x: Any, chosen: Any, shares: Any, experts: AllExp
     found, kind = stacked(experts), options.kind
     is_few = _is_few(chosen, found)
     if is_few and not found.is_packed:
-        return few_choices(kind, x, chosen, shares, found, by_rows=True, some=options.some)
+        return few_choices(kind, x, chosen, shares, found, by_rows=True, some=options.parts > 1)
     # For single rows, weights in ggml's blocks have a faster kernel.
     is_single = is_few and all(isinstance(w, QuantArray) for w in found.matrices)
     rows = (1 if is_single else GPU_ROWS[0], GPU_ROWS[1])
@@ -230,9 +231,10 @@ def _elsewhere(
 ) -> jax.Array:
     found, kind = stacked(experts), options.kind
     if found.is_packed:
-        return in_blocks(kind, x, chosen, shares, found, rows=TPU_ROWS, by_kernel=True)
+        rows, parts = TPU_ROWS, options.parts
+        return in_blocks(kind, x, chosen, shares, found, rows=rows, by_kernel=True, parts=parts)
     if _is_few(chosen, found):
-        return few_choices(kind, x, chosen, shares, found, by_rows=False, some=options.some)
+        return few_choices(kind, x, chosen, shares, found, by_rows=False, some=options.parts > 1)
     if x.shape[0] <= _AT_ONCE:
         return all_at_once(kind, x, chosen, shares, found)
     if any(w.shape[-1] % _LANES for w in found.matrices):
@@ -312,7 +314,8 @@ def local_mixture(
             many = count_of(experts)
             own = chosen - jax.lax.axis_index(split.whole).astype(chosen.dtype) * many
             chosen = jnp.where((own >= 0) & (own < many), own, many)
-        y = mixture(x, chosen, shares, experts, kind, some=bool(split.whole))
+        parts = math.prod(map(jax.lax.axis_size, split.whole))
+        y = mixture(x, chosen, shares, experts, kind, parts=parts)
         return _sums(y, x.dtype, summed, exchanged)
 
     if count <= most:
