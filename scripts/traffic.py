@@ -443,7 +443,7 @@ class _Traffic(Follow):
         choices = mixture.tokens * mixture.chosen
         if blocks in (mixture.experts, mixture.local) and not (rows == 1 and blocks == choices):
             return mixture.share_used()
-        return mixture.share_of_blocks(blocks, rows)
+        return mixture.share_of_blocks(blocks, rows, bool(self._repeats))
 
 
 def _target(one: Instruction) -> str:

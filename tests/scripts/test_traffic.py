@@ -1,5 +1,7 @@
 """scripts/traffic.py: bytes of small programs, counted by hand, and of one that XLA compiles here."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -332,6 +334,42 @@ def test_blocks_of_a_part_of_the_tokens_are_used_by_that_part():
     blocks = (64 * 2 + 2 * (rows - 1)) // rows  # for 64 tokens in the worst case
     assert whole.share_of_blocks(blocks, rows) == pytest.approx(part.share_of_blocks(blocks, rows))
     assert part.share_of_blocks(blocks, rows) < 0.2
+
+
+LOOP = """HloModule m
+
+%keep (t: (s32[6], bf16[6,4,32], u8[2,64,16])) -> pred[] {
+  %t = (s32[6]{0}, bf16[6,4,32]{2,1,0}, u8[2,64,16]{2,1,0}) parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+%body (t: (s32[6], bf16[6,4,32], u8[2,64,16])) -> (s32[6], bf16[6,4,32], u8[2,64,16]) {
+  %t = (s32[6]{0}, bf16[6,4,32]{2,1,0}, u8[2,64,16]{2,1,0}) parameter(0)
+  %i = s32[6]{0} get-tuple-element(%t), index=0
+  %x = bf16[6,4,32]{2,1,0} get-tuple-element(%t), index=1
+  %w = u8[2,64,16]{2,1,0} get-tuple-element(%t), index=2
+  %y = bf16[6,4,64]{2,1,0} custom-call(%i, %x, %w), custom_call_target="tpu_custom_call"
+  ROOT %next = (s32[6]{0}, bf16[6,4,32]{2,1,0}, u8[2,64,16]{2,1,0}) tuple(%i, %x, %w)
+}
+
+ENTRY %main (i: s32[6], x: bf16[6,4,32], w: u8[2,64,16]) -> (s32[6], bf16[6,4,32], u8[2,64,16]) {
+  %i = s32[6]{0} parameter(0)
+  %x = bf16[6,4,32]{2,1,0} parameter(1)
+  %w = u8[2,64,16]{2,1,0} parameter(2), metadata={op_name="model.layers.0.experts.*.up_proj.weight"}
+  %t = (s32[6]{0}, bf16[6,4,32]{2,1,0}, u8[2,64,16]{2,1,0}) tuple(%i, %x, %w)
+  ROOT %l = (s32[6]{0}, bf16[6,4,32]{2,1,0}, u8[2,64,16]{2,1,0}) while(%t), condition=%keep, body=%body
+}
+"""
+
+
+def test_a_loop_until_all_rows_are_computed_runs_once_with_the_blocks_of_all_tokens():
+    # 6 blocks of 4 rows are more than 64 tokens of which each has 2 of 16 experts need for 2 experts.
+    mixture = Mixture(experts=16, local=2, chosen=2, tokens=64, width=32)
+    chances = [math.comb(64, n) * 0.125**n * 0.875 ** (64 - n) for n in range(65)]
+    used = 2 * sum(chance * -(-n // 4) for n, chance in enumerate(chances))
+    assert used < 6
+    found = by_name(LOOP, mixture=mixture)["bf16[6,4,64]"]
+    assert found == pytest.approx((6 * 4 + 6 * 4 * 32 * 2 + used * 64 * 16, 6 * 4 * 64 * 2))
 
 
 @pytest.mark.parametrize("order", ["%nothing, %compute", "%compute, %nothing"])

@@ -60,6 +60,9 @@ def test_three_ways_to_the_same_sum(run, n, count, k):
 WAYS = {
     "blocks": module.in_blocks,
     "blocks for a kernel": functools.partial(module.in_blocks, rows=(16, 128), by_kernel=True),
+    "some blocks at a time": functools.partial(
+        module.in_blocks, rows=(1, 4), by_kernel=True, parts=4
+    ),
     "grouped": module.sorted_mixture,
     "at once": module.all_at_once,
     "each": functools.partial(module.few_choices, by_rows=False, some=True),
@@ -95,6 +98,16 @@ def test_ways_for_stacked_experts_some_of_which_are_elsewhere(way, n):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     layers = ExpertWeights(*(np.stack([w * 2, w, w * 3]) for w in own.matrices))
     found = jax.jit(in_a_stack)(x, chosen, shares, layers, 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [2, 40])
+def test_blocks_that_are_not_enough_are_computed_in_turns(n):
+    """All tokens choose experts of one of eight parts, so that there are several times the usual blocks."""
+    x, chosen, shares = tokens_of(n, 3, 2)
+    run = functools.partial(module.in_blocks, "silu", rows=(8, 16), by_kernel=True, parts=8)
+    found = jax.jit(run)(x, chosen, shares, together(experts_of(3)))
+    expected = in_float64(x, chosen, shares, experts_of(3))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
