@@ -254,20 +254,29 @@ class Machine:
         cap: float,
         scales: Sequence[np.ndarray] = (),
         slopes: np.ndarray | None = None,
+        block: int = 0,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The highest score of each query, the sum of its weights, and the weighted sum of the values.
 
-        The new token is in the slot after the last one.
+        The new token is in the slot after the last one. With ``block`` the cache is in pages of as many
+        slots, the last one first.
         """
         kind = FLOAT if scales else keys.dtype
+        block = block or len(keys)
+        pages = np.arange(-(-len(keys) // block), dtype=np.int32)[::-1]
+        pooled = lambda a: self.put(np.pad(a, [(0, -len(a) % block), *[(0, 0)] * (a.ndim - 1)])
+                                    .reshape(len(pages), block, -1)[::-1])  # fmt: skip
         with self.room():
             scalars = np.zeros(len(q), np.float32)
             top, total, out = map(self.put, (scalars, scalars, np.zeros_like(q)))
+            key_scales, value_scales = map(pooled, scales) if scales else (0, 0)
             self.call("attend", Attend(
-                self.put(q), q.shape[1], len(q), self.put(keys), self.put(values),
-                *(map(self.put, scales) if scales else (0, 0)),
-                TYPES.index(kind), keys.shape[1], begin, end, cap,
-                0 if slopes is None else self.put(slopes), begin - end, top, total, out,
+                q=self.put(q), q_stride=q.shape[1], queries=len(q), keys=pooled(keys), values=pooled(values),
+                key_scales=key_scales, value_scales=value_scales,
+                type=TYPES.index(kind), depth=keys.shape[1], begin=begin, end=end,
+                blocks=self.put(pages), block=block, block_rows=block, cap=cap,
+                slopes=0 if slopes is None else self.put(slopes), first=begin - end,
+                top=top, sum=total, out=out,
             ))  # fmt: skip
             return self.get(top, scalars), self.get(total, scalars), self.get(out, q)
 
@@ -445,29 +454,30 @@ def exact_attention(
 
 
 def check_attend(machine: Machine, rng: np.random.Generator) -> str:
-    """Checks groups of queries, depths and parts of a cache, with and without a cap and slopes."""
+    """Checks groups of queries, depths and parts of a cache, with and without a cap, slopes and pages."""
     worst, count = 0.0, 0
     parts = [(0, 1), (2, 5), (0, 31), (3, PART + 3), (9, 80)]
     options = itertools.product(TYPES, range(1, 10), (4, 8, 20, 64, 80), parts)
-    kinds = itertools.product((0, 3, 50), (False, True))
-    for (dtype, queries, depth, (begin, end)), (cap, is_sloped) in zip(
+    kinds = itertools.product((0, 3, 50), (False, True), (0, 16))
+    for (dtype, queries, depth, (begin, end)), (cap, is_sloped, block) in zip(
         options, itertools.cycle(kinds)
     ):
         keys, values = rng.standard_normal((2, end, depth)).astype(dtype)
         q = (rng.standard_normal((queries, depth)) / depth**0.5).astype("f4")
         wide = np.pad(q, ((0, 0), (0, -depth % PAD)))
         slopes = rng.uniform(0, 0.5, queries).astype("f4") if is_sloped else None
-        top, total, out = machine.attend(wide, keys, values, begin, end, cap, slopes=slopes)
+        top, total, out = machine.attend(wide, keys, values, begin, end, cap, (), slopes, block)
         exact_top, exact = exact_attention(q, keys[begin:end], values[begin:end], cap, slopes)
         np.testing.assert_allclose(top, exact_top, rtol=1e-6, atol=4e-6)
         worst = max(worst, float(np.abs(out[:, :depth] / total[:, None] - exact).max()))
         count += 1
-    for queries, depth, (begin, end) in itertools.product((1, 3, 6), (8, 20, 64), parts):
+    options = itertools.product((1, 3, 6), (8, 20, 64), parts, (0, 16))
+    for queries, depth, (begin, end), block in options:
         keys, values = rng.integers(-127, 128, (2, end, depth)).astype(np.int8)
         scales = rng.uniform(0.01, 0.02, (2, end)).astype("f4")
         q = (rng.standard_normal((queries, depth)) / depth**0.5).astype("f4")
         wide = np.pad(q, ((0, 0), (0, -depth % PAD)))
-        top, total, out = machine.attend(wide, keys, values, begin, end, 0, [*scales])
+        top, total, out = machine.attend(wide, keys, values, begin, end, 0, [*scales], None, block)
         floats = [a * s[:, None] for a, s in zip((keys, values), scales, strict=True)]
         exact_top, exact = exact_attention(q, *(a[begin:end] for a in floats), 0)
         np.testing.assert_allclose(top, exact_top, rtol=1e-6, atol=4e-6)
