@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from .checkpoint.pretrained import save_pretrained as save_pretrained
     from .dtype import DType as DType
     from .engine.answer import answer as answer
+    from .engine.batching.engine import Engine as Engine
     from .engine.classify import classify as classify
     from .engine.drawings import draw_sharding as draw_sharding
     from .engine.embed import embed as embed
@@ -39,6 +40,7 @@ if _TYPE_CHECKING:
     from .engine.generate.conversation import Conversation as Conversation
     from .engine.generate.nans import first_nan as first_nan
     from .engine.generate.texts import generate as generate
+    from .engine.generate.texts import generate_each as generate_each
     from .engine.generate.texts import stream as stream
     from .engine.load import load as load
     from .engine.looks import look as look
@@ -93,6 +95,7 @@ __getattr__, __dir__, _names = _attributes(
         "checkpoint.pretrained": "save_pretrained",
         "dtype": "DType",
         "engine.answer": "answer",
+        "engine.batching.engine": "Engine",
         "engine.classify": "classify",
         "engine.drawings": "draw_sharding",
         "engine.embed": "embed",
@@ -102,7 +105,7 @@ __getattr__, __dir__, _names = _attributes(
         "engine.generate.completion": "Completion",
         "engine.generate.conversation": "Conversation",
         "engine.generate.nans": "first_nan",
-        "engine.generate.texts": "generate stream",
+        "engine.generate.texts": "generate generate_each stream",
         "engine.load": "load",
         "engine.looks": "look",
         "engine.memory": "free memory",

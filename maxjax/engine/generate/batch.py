@@ -81,9 +81,7 @@ class Batch:
         check_model(model)
         if cache_dtype is not None:
             cache_dtype = named_dtype("cache_dtype", cache_dtype)
-        if not isinstance(chunk, Integral) or chunk < 1 or chunk & (chunk - 1):
-            raise UserInputError(f"chunk is {chunk!r}: it must be a power of two")
-        chunk = int(chunk)
+        chunk = check_chunk(chunk)
         self.model, self.sampling, self.chunk = model, sampling, chunk
         self.together = together or Lockstep("generate", ())
         self.observer = observer or ProgramObserver(model)
@@ -351,6 +349,17 @@ def bucket(count: int, least: int = 1) -> int:
         (8, 16, 64)
     """
     return max(least, 1 << (max(count, 1) - 1).bit_length())
+
+
+def check_chunk(chunk: Any) -> int:
+    """The number of prompt tokens that are read at once.
+
+    Raises:
+        UserInputError: it is not a power of two.
+    """
+    if not isinstance(chunk, Integral) or chunk < 1 or int(chunk) & (int(chunk) - 1):
+        raise UserInputError(f"chunk is {chunk!r}: it must be a power of two")
+    return int(chunk)
 
 
 def _tokens(dispatches: Sequence[DispatchTokens], row: int) -> list[int]:

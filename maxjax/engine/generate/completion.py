@@ -37,8 +37,8 @@ class Completion(str):
 
     Attributes:
         tokens: the ids of all generated tokens, including an end-of-text token.
-        finish_reason: ``"stop"`` after an end-of-text token or a stop string, ``"length"`` if the
-            answer reached its largest length.
+        finish_reason: ``"stop"`` after an end-of-text token or a stop string, or where a grammar ends;
+            ``"length"`` if the answer reached its largest length.
         stop: the id of that token, or the stop string, or None. A stop string is not part of the
             text.
         prompt_tokens: the token ids of the prompt.
@@ -124,6 +124,7 @@ class PartialCompletion:
         prompt_text: the text that the prompt was encoded from.
         continues: whether the answer continues the text of the prompt, and is not a message of its own.
         skip_special: whether special tokens have no text.
+        logprobs: the number of most probable tokens that are reported beside each token; None: no log-probabilities.
         stops: the stop strings. Special tokens in them, which have no text, are found too: one that is
             a special token ends the answer at that token.
 
@@ -142,10 +143,11 @@ class PartialCompletion:
         prompt_text: str | None = None,
         continues: bool = False,
         skip_special: bool = True,
+        logprobs: int | None = None,
     ):
         self._prompt, self._eos, self._prompt_text = prompt, frozenset(eos_ids), prompt_text
         self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._before = prompt if continues else ()
+        self._before, self._logprobs = prompt if continues else (), logprobs
         self._marks = _special_tokens(tokenizer, stops) if skip_special else {}
         self._kept = [
             mark for mark in (tokenizer.special_ids if tokenizer else ()) if mark in MARKS
@@ -168,8 +170,7 @@ class PartialCompletion:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self._pieces: list[str] = []
-        self.flushed = False
-        self.done = False
+        self.flushed = self.done = self._is_whole = False
         self._stop: int | str | None = None
 
     def take(self, written: DispatchTokens, row: int) -> str:
@@ -183,8 +184,8 @@ class PartialCompletion:
             if self.done or len(self.tokens) == self._most:
                 break
             piece = self._push(int(written.tokens[row, i]))
-            if written.sampled.logprobs is not None:
-                self.logprobs.append(_logprob(written, row, i))
+            if self._logprobs is not None:
+                self.logprobs.append(_logprob(written, row, i, self._logprobs))
             self._pieces.append(piece)
             if piece:
                 yield piece
@@ -230,6 +231,10 @@ class PartialCompletion:
             text = text.replace(one.mark, "")
         return text
 
+    def complete(self) -> None:
+        """Ends the answer: nothing can follow what it has."""
+        self.done = self._is_whole = True
+
     def flush(self) -> str:
         """Ends the answer and returns the text that was held back."""
         if self.flushed:
@@ -257,7 +262,7 @@ class PartialCompletion:
                 marked = _without_end(marked, self._kept, len(cut))
         return Completion(
             "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
-            finish_reason="length" if self._stop is None else "stop",
+            finish_reason="length" if self._stop is None and not self._is_whole else "stop",
             logprobs=self.logprobs or None, prompt=self._prompt_text, marked=marked,
         )  # fmt: skip
 
@@ -299,11 +304,11 @@ def _marked(stop: str, marks: Mapping[int, _Special]) -> str:
     return stop
 
 
-def _logprob(written: DispatchTokens, row: int, i: int) -> TokenLogprob:
+def _logprob(written: DispatchTokens, row: int, i: int, count: int) -> TokenLogprob:
     found = written.sampled
     assert found.logprobs is not None
     top: tuple[tuple[int, float], ...] = ()
     if found.top_tokens is not None and found.top_logprobs is not None:
-        ids, values = found.top_tokens[row, i].tolist(), found.top_logprobs[row, i].tolist()
+        ids, values = (a[row, i, :count].tolist() for a in (found.top_tokens, found.top_logprobs))
         top = tuple(zip(ids, values, strict=True))
     return TokenLogprob(int(written.tokens[row, i]), float(found.logprobs[row, i]), top)

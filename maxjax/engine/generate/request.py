@@ -170,7 +170,7 @@ class Request:
         continues = not prompt.is_chat or bool(self.template_kwargs.get("continue_final_message"))
         return PartialCompletion(
             self.tokenizer, prompt.ids, self.eos_ids, self.stops, prompt_text=prompt.text,
-            continues=continues, skip_special=self._skip_special,
+            continues=continues, skip_special=self._skip_special, logprobs=self.sampling.logprobs,
         )  # fmt: skip
 
     def batch(

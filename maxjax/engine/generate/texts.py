@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
 import jax
 
-from ...errors import checked_integer, releasing
+from ...errors import UserInputError, checked_integer, releasing
 from ...lockstep import Lockstep
-from ...models.weights import shardings_of
+from ...models.weights import named_dtype, shardings_of
 from ...nn.layer.observe.programs import ProgramObserver
 from ...progress import Task, task
+from ...text.tokenizer.arguments import check_is_tokenizer
+from ..batching.running import RunningText, running_text
+from ..batching.scheduler import ENDS, PAGE_SIZE, Scheduler
+from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
-from .batch import Batch
+from .batch import Batch, bucket, check_chunk
 from .completion import Completion, PartialCompletion
 from .programs import MAX_STEPS, DispatchTokens
 from .request import Prompt, Request, listed
@@ -117,47 +122,155 @@ def generate(
         >>> answer, answer.prompt
         ('37 + 48 = 85', 'What is 37 + 48?\\n')
     """
+    check_is_tokenizer(tokenizer)
+    single, several = listed(prompts)
+    found = dict(_answers(
+        model, tokenizer, several, "the prompt" if single else "prompts[{}]", max_new_tokens=max_new_tokens, stop=stop,
+        eos_ids=eos_ids, key=key, sampling=sampling, batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype,
+        chat=chat, template_kwargs=template_kwargs, skip_special_tokens=skip_special_tokens, **values,
+    ))  # fmt: skip
+    return found[0] if single else [found[i] for i in range(len(several))]
+
+
+def generate_each(
+    model: Any, tokenizer: Any, prompts: Iterable[Any], **options: Any
+) -> Iterator[tuple[int, Completion]]:
+    """Generates text from several prompts, and yields each answer as soon as it has ended.
+
+    The answers are those of :func:`generate`, whose arguments are the same.
+
+    Args:
+        model, tokenizer: as for :func:`generate`.
+        prompts: texts, chats or lists of token ids.
+        options: the other arguments of :func:`generate`.
+
+    Yields:
+        The number of the prompt, and its answer.
+
+    Raises:
+        UserInputError, TypeError, FloatingPointError: as for :func:`generate`.
+
+    Example:
+        >>> import maxjax
+        >>> model, tokenizer = maxjax.load("tiny")
+        >>> for i, text in maxjax.generate_each(model, tokenizer, ["What is 2 + 3?", "What is 4 + 4?"]):
+        ...     print(i, text)
+        0 2 + 3 = 5
+        1 4 + 4 = 8
+    """
+    check_is_tokenizer(tokenizer)
+    single, several = listed(prompts)
+    if single:
+        raise UserInputError("generate_each takes a list of prompts: maxjax.generate takes one")
+    return _answers(model, tokenizer, several, "prompts[{}]", **options)
+
+
+def _answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    name: str,
+    *,
+    max_new_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    eos_ids: Sequence[int] | None = None,
+    key: jax.Array | None = None,
+    sampling: Sampling | None = None,
+    batch_size: int = 32,
+    chunk: int = 512,
+    cache_dtype: Any = None,
+    chat: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    skip_special_tokens: bool = True,
+    **values: Any,
+) -> Iterator[tuple[int, Completion]]:
+    """The number and the answer of each prompt; ``name`` is that of a prompt for messages."""
     with Lockstep("generate", shardings_of(model)) as together, releasing():
         request = Request(
             model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,
             skip_special_tokens,
         )  # fmt: skip
-        single, several = listed(prompts)
-        name = "the prompt" if single else "prompts[{}]"
-        read = [request.prompt(one, name.format(i)) for i, one in enumerate(several)]
-        rows = [prompt.ids for prompt in read]
+        read = [request.prompt(one, name.format(i)) for i, one in enumerate(prompts)]
         batch_size = checked_integer("batch_size", batch_size)
         request.agree(
-            together, rows, key, batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype
-        )
-        found: list[Completion | None] = [None] * len(rows)
-        # Prompts of similar length share a batch: less of it is padding.
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        observer = ProgramObserver(model)
-        with _progress_of(len(rows)) as shown:
-            for start in range(0, len(order), batch_size):
-                members = order[start : start + batch_size]
-                # The last batch is padded to the size of the others, whose programs are compiled already.
-                blanks = batch_size - len(members) if start else 0
-                ids = [rows[i] for i in members]
-                batch = Batch(
-                    model, [*ids, *[[]] * blanks],
-                    [*(request.limit(row) for row in ids), *[0] * blanks],
-                    sampling=request.sampling, eos_ids=request.eos_ids, key=key,
-                    rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
-                    together=together, observer=observer,
-                )  # fmt: skip
-                texts = [request.partial_completion(read[i]) for i in members]
-                try:
-                    _fill(texts, batch, members, shown.add)
-                finally:
-                    batch.close()
-                for i, text in zip(members, texts, strict=True):
-                    found[i] = text.completion()
-                    # The model has not read the last token; what came after a stop string is dropped.
-                    observer.end(i, len(rows[i]) + len(text.tokens) - 1)
+            together, [prompt.ids for prompt in read], key,
+            batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype,
+        )  # fmt: skip
+        options = {"key": key, "batch_size": batch_size, "chunk": chunk, "cache_dtype": cache_dtype}
+        if len(read) > 1 and not together.is_shared and model.shares_pages():
+            answers = _as_slots_are_free(request, read, **options)
+        else:
+            answers = _in_batches(request, read, together, **options)
+        with _progress_of(len(read)) as shown, contextlib.closing(answers):
+            for i, text in answers:
+                shown.add(1)
+                yield i, text
         together.finish()
-    return found[0] if single else found
+
+
+def _in_batches(
+    request: Request, read: Sequence[Prompt], together: Lockstep, *,
+    key: Any, batch_size: int, chunk: int, cache_dtype: Any,
+) -> Generator[tuple[int, Completion]]:  # fmt: skip
+    """Answers the prompts in batches, each of which ends with its longest answer.
+
+    It is for a single prompt, for several processes, and for meshes whose devices divide sequences among them.
+    """
+    model, rows = request.model, [prompt.ids for prompt in read]
+    # Prompts of similar length share a batch: less of it is padding.
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    observer = ProgramObserver(model)
+    for start in range(0, len(order), batch_size):
+        members = order[start : start + batch_size]
+        # The last batch is padded to the size of the others, whose programs are compiled already.
+        blanks = batch_size - len(members) if start else 0
+        ids = [rows[i] for i in members]
+        batch = Batch(
+            model, [*ids, *[[]] * blanks],
+            [*(request.limit(row) for row in ids), *[0] * blanks],
+            sampling=request.sampling, eos_ids=request.eos_ids, key=key,
+            rows=[*members, *[0] * blanks], chunk=chunk, cache_dtype=cache_dtype,
+            together=together, observer=observer,
+        )  # fmt: skip
+        texts = [request.partial_completion(read[i]) for i in members]
+        try:
+            _fill(texts, batch, members)
+        finally:
+            batch.close()
+        for i, text in zip(members, texts, strict=True):
+            # The model has not read the last token; what came after a stop string is dropped.
+            observer.end(i, len(rows[i]) + len(text.tokens) - 1)
+            yield i, text.completion()
+
+
+def _as_slots_are_free(
+    request: Request, read: Sequence[Prompt], *,
+    key: Any, batch_size: int, chunk: int, cache_dtype: Any,
+) -> Generator[tuple[int, Completion]]:  # fmt: skip
+    """Answers the prompts, each as soon as one of ``batch_size`` slots is free."""
+    check_chunk(chunk)
+    dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
+    limits = sorted((request.limit(prompt.ids) for prompt in read), reverse=True)
+    slots = min(batch_size, bucket(len(read)))
+    # Room for the longest texts side by side: none of them ever waits for pages.
+    pages = bucket(sum(-(-n // PAGE_SIZE) for n in limits[:slots]))
+    ends, tops = max(ENDS, len(request.eos_ids)), max(MOST_LOGPROBS, request.sampling.logprobs or 0)
+    scheduler = Scheduler(
+        request.model, slots, pages, chunk=chunk, cache_dtype=dtype, end_count=ends, tops=tops
+    )
+    ended: list[RunningText] = []
+    try:
+        for i, prompt in enumerate(read):
+            scheduler.add(running_text(request, prompt, key, i, ends, number=i, ended=ended.append))
+        while scheduler.is_busy:
+            scheduler.step()
+            for text in ended:
+                if text.error is not None:
+                    raise text.error
+                yield text.number, text.partial.completion()
+            ended.clear()
+    finally:
+        scheduler.close()
 
 
 def _progress_of(count: int) -> AbstractContextManager[Task]:
@@ -171,7 +284,6 @@ def _fill(
     texts: Sequence[PartialCompletion],
     batch: Batch,
     numbers: Sequence[int],
-    count_ended: Callable[[int], None],
 ) -> None:
     """Generates until all texts have ended, each dispatch as long as ``_DISPATCH_S`` allows.
 
@@ -179,9 +291,8 @@ def _fill(
         texts: the texts; the batch may have more rows, which are padding.
         batch: the batch of their prompts.
         numbers: the index of each text's prompt among the prompts of the call.
-        count_ended: function that is called with the number of texts that have just ended.
     """
-    count, written, told = 4, batch.prefill(), 0
+    count, written = 4, batch.prefill()
     while True:
         for row, text in enumerate(texts):
             text.take(written, row)
@@ -191,9 +302,6 @@ def _fill(
             *(one.done or row for one, row in zip(texts, done, strict=False)),
             *done[len(texts) :],
         ]
-        now = sum(ended[: len(texts)])
-        count_ended(now - told)
-        told = now
         # Processes that decide by themselves could decide differently, so the first one does.
         following = batch.together.decide(
             {"count": 0 if all(ended) else count, "stop": ended if ended != done else None}

@@ -88,7 +88,7 @@ def sample(
         ([1], [[1, 2]])
     """
     vocab_size = _checked_size(logits, vocab_size)
-    keys = None if settings.is_greedy else _row_keys(key, rows, positions, logits.shape[0])
+    keys = None if settings.is_greedy else row_keys(key, rows, positions, logits.shape[0])
 
     def choose(logits, keys, history, amounts, withheld):
         values = adjusted(logits, settings, amounts, history, vocab_size)
@@ -128,7 +128,7 @@ def process_logits(
         values = _scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
         if not settings.is_filtered:
             return values
-        return _kept(values, threshold_of(values, settings, amounts))
+        return _kept(values, threshold_of(values, *filters(settings, amounts, size)))
 
     run = explicit.automatic(process, explicit.mesh_of(logits), explicit.entries(logits))
     return run(logits, history)
@@ -172,7 +172,7 @@ def _choose(
     top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
     valid = jnp.isfinite(top)[:, 0]
     if keys is None:
-        tokens = _first_equal(values, top, _columns(values))
+        tokens = first_equal(values, top, _columns(values))
     else:
         scaled = _scaled(values, top, amounts.temperature)
         if settings.is_filtered:
@@ -182,7 +182,7 @@ def _choose(
     return jnp.where(valid, tokens, 0), valid
 
 
-def _first_equal(values: jax.Array, top: jax.Array, columns: jax.Array) -> jax.Array:
+def first_equal(values: jax.Array, top: jax.Array, columns: jax.Array) -> jax.Array:
     """The smallest column that has the top value: argmax, but many times as fast."""
     none = jnp.iinfo(jnp.int32).max
     return jnp.min(jnp.where(values == top, columns, none), axis=1)
@@ -194,27 +194,63 @@ def _columns(values: jax.Array) -> jax.Array:
 
 def _gumbel_argmax(values: jax.Array, columns: jax.Array, keys: jax.Array) -> jax.Array:
     scores = values + _gumbel(keys, columns)
-    return _first_equal(scores, jnp.max(scores, axis=1, keepdims=True), columns)
+    return first_equal(scores, jnp.max(scores, axis=1, keepdims=True), columns)
 
 
 def _gumbel_argmax_filtered(
     values: jax.Array, keys: jax.Array, settings: Sampling, amounts: Amounts
 ) -> jax.Array:
-    def from_all() -> jax.Array:
-        return _gumbel_argmax(
-            _kept(values, threshold_of(values, settings, amounts)), _columns(values), keys
-        )
+    width = values.shape[1]
+    count = candidate_count(settings, width)
+    return _drawn_of_candidates(values, keys, count, *filters(settings, amounts, width))
 
-    count = candidate_count(settings, values.shape[1])
+
+def _drawn_of_candidates(
+    values: jax.Array, keys: jax.Array, count: int, top_k: Any, top_p: Any, least: Any
+) -> jax.Array:
+    """The tokens drawn among ``count`` largest logits if these have all that is kept, else among all."""
+
+    def from_all() -> jax.Array:
+        threshold = threshold_of(values, top_k, top_p, least)
+        return _gumbel_argmax(_kept(values, threshold), _columns(values), keys)
+
     if count > MOST_CANDIDATES:
         return from_all()
     found, tokens = largest(values, count)
-    threshold, exact = threshold_among(found, values, settings, amounts)
+    threshold, exact = threshold_among(found, values, top_k, top_p, least)
 
     def from_few() -> jax.Array:
         return _gumbel_argmax(_kept(found, threshold), tokens, keys)
 
     return jax.lax.cond(jnp.all(exact), from_few, from_all)
+
+
+def choose_drawn(
+    values: jax.Array, keys: jax.Array, top_k: jax.Array, top_p: jax.Array, least: jax.Array
+) -> jax.Array:
+    """The tokens drawn from ``values`` ``[B, V]``, where each row has its own filters, arrays ``[B, 1]``.
+
+    Args:
+        values: logits divided by the temperature, of which the largest of a row is 0.
+        keys: the key of each row at its position, uint32 ``[B, 2]``.
+        top_k, top_p, least: as for :func:`threshold_of`; V, 1 and -inf are off.
+    """
+    width = values.shape[1]
+    is_filtered = (top_k < width) | (top_p < 1) | (least > -jnp.inf)
+
+    def filtered() -> jax.Array:
+        return _drawn_of_candidates(values, keys, min(_CANDIDATES, width), top_k, top_p, least)
+
+    def plain() -> jax.Array:
+        return _gumbel_argmax(values, _columns(values), keys)
+
+    return jax.lax.cond(jnp.any(is_filtered), filtered, plain)
+
+
+def filters(settings: Sampling, amounts: Amounts, width: int) -> tuple[Any, Any, Any]:
+    """Top-k, top-p and the least logit of these settings, as :func:`threshold_of` takes them; None: it is off."""
+    top_k = settings.top_k if 0 < settings.top_k < width else None
+    return top_k, amounts.top_p if settings.top_p < 1 else None, amounts.least
 
 
 def _kept(values: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -231,19 +267,31 @@ def _logprobs(
 ) -> list[jax.Array]:
     if count is None:
         return []
-    values = without_padding(logits.astype(jnp.float32), vocab_size)
+    found = top_logprobs(without_padding(logits, vocab_size), tokens, min(count, vocab_size))
+    return found if count else found[:1]
+
+
+def top_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> list[jax.Array]:
+    """The log-probabilities ``[B]`` of tokens, and the ``count`` most probable tokens with theirs, ``[B, count]``.
+
+    Example:
+        >>> logits = jnp.log(jnp.array([[0.25, 0.75]]))
+        >>> [a.round(2).tolist() for a in top_logprobs(logits, jnp.array([0]), 1)]
+        [[-1.38...], [[1]], [[-0.28...]]]
+    """
+    values = logits.astype(jnp.float32)
     total = jax.nn.logsumexp(values, axis=1, keepdims=True)
     chosen = jnp.take_along_axis(values, tokens[:, None], axis=1) - total
     if count == 0:
         return [chosen[:, 0]]
-    found, top_tokens = largest(values, min(count, vocab_size))
+    found, top_tokens = largest(values, count)
     return [chosen[:, 0], top_tokens, found - total]
 
 
 # --- randomness -----------------------------------------------------------------------------
 
 
-def _row_keys(
+def row_keys(
     key: jax.Array | None, rows: jax.Array | None, positions: jax.Array | int, batch: int
 ) -> jax.Array:
     """The key of each row at its position, as uint32 ``[B, 2]``."""
@@ -350,9 +398,12 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def threshold_among(
-    found: jax.Array, values: jax.Array, settings: Sampling, amounts: Amounts
+    found: jax.Array, values: jax.Array, top_k: Any, top_p: Any, least: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The threshold found among ``found [B, C]``, the largest of ``values [B, V]``.
+
+    Args:
+        top_k, top_p, least: as for :func:`threshold_of`.
 
     Returns:
         The threshold ``[B, 1]``, and whether it is exact, bool ``[B]``: every logit that is kept is
@@ -360,58 +411,62 @@ def threshold_among(
 
     Example:
         >>> v = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
-        >>> settings = Sampling(temperature=1, top_p=0.6)
-        >>> threshold, exact = threshold_among(v, v, settings, settings.amounts)
+        >>> threshold, exact = threshold_among(v, v, None, 0.6, -jnp.inf)
         >>> (v >= threshold).tolist(), exact.tolist()
         ([[True, True, False]], [True])
     """
     # Never a slice of ``found``: XLA would merge it with the slice inside top_k, no longer
     # recognise top_k, and sort the whole vocabulary.
     last = jnp.min(found, axis=1)
-    threshold = jnp.full((found.shape[0], 1), amounts.least, jnp.float32)
-    top_k = min(settings.top_k, values.shape[1])
-    kth = None
-    if top_k:
+    threshold = jnp.broadcast_to(jnp.asarray(least, jnp.float32), (found.shape[0], 1))
+    has_k = None
+    if top_k is not None:
+        has_k = jnp.asarray(top_k) < values.shape[1]
         rank = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
         kth = jnp.min(jnp.where(rank < top_k, found, 0.0), axis=1, keepdims=True)
+        kth = jnp.where(has_k, kth, -jnp.inf)
         threshold = jnp.maximum(threshold, kth)
-    if settings.top_p < 1:
+    if top_p is not None:
         # Top-p applies to the result of top-k; min-p comes after it.
         weights = jnp.exp(found)
         total = jnp.sum(jnp.exp(values), axis=1, keepdims=True)
-        if kth is not None:
+        if has_k is not None:
             weights = jnp.where(found >= kth, weights, 0.0)
-            total = jnp.sum(weights, axis=1, keepdims=True)
+            total = jnp.where(has_k, jnp.sum(weights, axis=1, keepdims=True), total)
         above = jnp.cumsum(weights, axis=1) - weights
         # The largest value, 0, is always kept: it is the minimum if nothing else is.
-        stays = above < amounts.top_p * total
-        threshold = jnp.maximum(
-            threshold, jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True)
-        )
+        stays = above < top_p * total
+        nucleus = jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True)
+        threshold = jnp.maximum(threshold, jnp.where(jnp.asarray(top_p) < 1, nucleus, -jnp.inf))
     exact = (threshold[:, 0] > last) | (last == -jnp.inf)
     return threshold, exact | (found.shape[1] == values.shape[1])
 
 
-def threshold_of(values: jax.Array, settings: Sampling, amounts: Amounts) -> jax.Array:
+def threshold_of(values: jax.Array, top_k: Any, top_p: Any, least: Any) -> jax.Array:
     """The threshold ``[B, 1]``, found by bisection over all of ``values [B, V]``.
+
+    Args:
+        values: logits divided by the temperature, of which the largest of a row is 0.
+        top_k, top_p: numbers or arrays ``[B, 1]``; None, and V and 1 in arrays, are off.
+        least: the smallest logit that is kept.
 
     Example:
         >>> v = jnp.log(jnp.array([[0.3, 0.5, 0.2]]))
-        >>> settings = Sampling(temperature=1, top_k=1)
-        >>> (v >= threshold_of(v, settings, settings.amounts)).tolist()
+        >>> (v >= threshold_of(v - v.max(), 1, None, -jnp.inf) + v.max()).tolist()
         [[False, True, False]]
     """
-    threshold = jnp.full((values.shape[0], 1), amounts.least, jnp.float32)
-    weights = None
-    if 0 < settings.top_k < values.shape[1]:
-        limit = jnp.full(threshold.shape, settings.top_k, jnp.float32)
-        top_k = _bisected(values, jnp.ones_like(values), limit)
-        weights = jnp.where(values >= top_k, jnp.exp(values), 0.0)
-        threshold = jnp.maximum(threshold, top_k)
-    if settings.top_p < 1:
-        weights = jnp.exp(values) if weights is None else weights
-        limit = amounts.top_p * jnp.sum(weights, axis=1, keepdims=True)
-        threshold = jnp.maximum(threshold, _bisected(values, weights, limit))
+    threshold = jnp.broadcast_to(jnp.asarray(least, jnp.float32), (values.shape[0], 1))
+    weights = jnp.exp(values)
+    if top_k is not None:
+        limit = jnp.broadcast_to(jnp.asarray(top_k, jnp.float32), threshold.shape)
+        kth = _bisected(values, jnp.ones_like(values), limit)
+        kth = jnp.where(limit < values.shape[1], kth, -jnp.inf)
+        weights = jnp.where(values >= kth, weights, 0.0)
+        threshold = jnp.maximum(threshold, kth)
+    if top_p is not None:
+        limit = top_p * jnp.sum(weights, axis=1, keepdims=True)
+        nucleus = _bisected(values, weights, limit)
+        threshold = jnp.maximum(threshold, jnp.where(jnp.asarray(top_p) < 1, nucleus, -jnp.inf))
     return threshold
 
 

@@ -6,7 +6,7 @@ to each row, and a penalty is elementwise, whatever the length of the text.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,8 @@ def adjusted(
         )
     if settings.needs_history:
         assert history is not None  # checked above
-        values = _penalised(values, settings, amounts, history)
+        penalties = amounts.repetition_penalty, amounts.frequency_penalty, amounts.presence_penalty
+        values = penalised(values, history.prompt, history.counts, *penalties)
     if settings.banned:
         values = values.at[:, jnp.array(tuple(settings.banned), jnp.int32)].set(
             -jnp.inf, unique_indices=True, indices_are_sorted=True
@@ -111,18 +112,31 @@ def without_padding(values: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where(column < vocab_size, values, -jnp.inf)
 
 
-def _penalised(
-    values: jax.Array, settings: Sampling, amounts: Amounts, history: History
+def penalised(
+    values: jax.Array,
+    prompt: jax.Array,
+    counts: jax.Array,
+    repetition: Any,
+    frequency: Any,
+    presence: Any,
 ) -> jax.Array:
-    if settings.repetition_penalty != 1:
-        seen = history.prompt | (history.counts > 0)
-        penalty = amounts.repetition_penalty
-        values = jnp.where(seen, jnp.where(values < 0, values * penalty, values / penalty), values)
-    if settings.frequency_penalty != 0:
-        values = values - amounts.frequency_penalty * history.counts.astype(jnp.float32)
-    if settings.presence_penalty != 0:
-        values = jnp.where(history.counts > 0, values - amounts.presence_penalty, values)
-    return values
+    """Logits ``[B, V]`` with the three penalties, numbers or arrays ``[B, 1]``.
+
+    Args:
+        values: the logits.
+        prompt, counts: as in :class:`History`.
+        repetition, frequency, presence: the penalties; 1, 0 and 0 are off.
+
+    Example:
+        >>> seen, counts = jnp.array([[True, False]]), jnp.array([[0, 2]])
+        >>> penalised(jnp.ones((1, 2)), seen, counts, 2.0, 0.25, 0.0).tolist()
+        [[0.5, 0.0]]
+    """
+    seen = prompt | (counts > 0)
+    scaled = jnp.where(values < 0, values * repetition, values / repetition)
+    values = jnp.where(seen, scaled, values)
+    values = values - frequency * counts.astype(jnp.float32)
+    return jnp.where(counts > 0, values - presence, values)
 
 
 def check_tokens(settings: Sampling, vocab_size: int) -> None:

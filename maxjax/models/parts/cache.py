@@ -57,8 +57,8 @@ class Mask(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["starts", "counts", "text_lengths", "tokens", "numbers"],
-    meta_fields=["length", "is_step", "capacity", "mesh", "kv_heads", "recurrent"],
+    data_fields=["starts", "counts", "text_lengths", "tokens", "numbers", "table"],
+    meta_fields=["length", "is_step", "capacity", "mesh", "kv_heads", "recurrent", "is_ragged"],
 )
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
@@ -77,6 +77,8 @@ class ForwardContext:
         mesh: the mesh of the model's weights, or None.
         kv_heads: name of each cache group with keys and values, and its number of KV heads.
         recurrent: name of each cache group with recurrent states, and what these are.
+        table: the pages of each row, ``[B, M]``, for a ``PagedCache``; None for another cache.
+        is_ragged: whether several rows of a decode step are tokens of one text (``PagedCache``).
     """
 
     starts: jax.Array
@@ -90,6 +92,8 @@ class ForwardContext:
     mesh: Any
     kv_heads: tuple[tuple[str, int], ...]
     recurrent: tuple[tuple[str, States], ...] = ()
+    table: jax.Array | None = None
+    is_ragged: bool = False
 
     @property
     def positions(self) -> jax.Array:
@@ -353,6 +357,8 @@ class _Attention(NamedTuple):
         self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any
     ) -> tuple[jax.Array, Slots]:
         """Write the tokens to the cache and attend to it; where ``k`` is None, another layer wrote them."""
+        if self.context.table is not None:
+            return self._with_pages(q, k, v, slots, layer, self.context.table)
         batch = q.shape[0]
         layout = self.layout(batch)
         if layout is None or slots.keys.shape[1:3] == (batch, self.kv_heads):
@@ -377,6 +383,52 @@ class _Attention(NamedTuple):
             functools.partial(self._on_part, layout), layout.mesh, specs, out, check_vma=False
         )
         return run(context, by_head, chosen, q, k, v, slots, jnp.asarray(layer, jnp.int32))
+
+    def _with_pages(
+        self, q: jax.Array, k: Any, v: Any, pool: Slots, layer: Any, table: jax.Array
+    ) -> tuple[jax.Array, Slots]:
+        """:meth:`with_cache` for a pool of pages."""
+        context, mask, scores, is_step = self.context, self.mask, self.scores, q.ndim == 3
+        has_kernel = not mask.chunked and scores.chosen is None and not is_tapped("weights")
+        if is_step and k is not None and has_kernel:
+            if context.is_ragged:
+                pool = self._written_to_pages(k[:, None], v[:, None], pool, layer, table)
+            if self._heads_are_whole(self.layout(q.shape[0])):
+                q = _resharded(q, 1, ())  # replicated, as the heads of the pool are
+            tokens = context.starts if context.tokens is None else context.tokens
+            return pool.decoded(
+                q, k, v, tokens, layer=layer, scale=scores.scale, sliding_window=mask.window,
+                soft_cap=scores.soft_cap, sinks=scores.sinks, slopes=scores.slopes, table=table,
+            )  # fmt: skip
+        if is_step:  # a prefill of one token
+            q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
+        if k is not None:
+            pool = self._written_to_pages(k, v, pool, layer, table)
+        cache, numbers = self._pages(pool, layer, table)
+        y = self.attend(q, cache, 0, context.rows_of_positions, numbers)
+        return (y[:, 0] if is_step else y), pool
+
+    def _written_to_pages(
+        self, k: jax.Array, v: jax.Array, pool: Slots, layer: Any, table: jax.Array
+    ) -> Slots:
+        """The pool with the real tokens."""
+        place, real = self.context.rows_of_positions, self.context.real
+        place = place if real is None else jnp.where(real, place, -1)
+        return pool.written(layer, k, v, place, table=table)
+
+    def _pages(
+        self, pool: Slots, layer: Any, table: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The pages of a layer as a cache ``[1, B, K, S, D]``, and the positions ``[1, S]`` in it."""
+        numbers = jnp.arange(table.shape[1] * pool.size, dtype=jnp.int32)[None]
+        # A page may have been that of a text whose numbers were not finite.
+        is_own = (numbers < self.context.ends)[:, None]  # [B, 1, S]
+
+        def own(array: jax.Array) -> jax.Array:
+            mask = is_own.reshape(*is_own.shape, *(1,) * (array.ndim - 3))
+            return jnp.where(mask, array, jnp.zeros_like(array))[None]
+
+        return [own(a) for a in pool.pages(layer, table)], numbers
 
     def _by_row(self, layout: CacheLayout, batch: int) -> tuple[ForwardContext, Any]:
         """The context without what differs between layers, and the PartitionSpecs of its arrays."""
@@ -483,6 +535,9 @@ class _Attention(NamedTuple):
         """Write vectors ``[B, T, D]`` to the cache, and return those of all positions, ``[B, S, D]``."""
         batch, layout = x.shape[0], self.layout(x.shape[0])
         k = x[:, :, None, :]
+        if (table := self.context.table) is not None:
+            slots = self._written_to_pages(k, k, slots, layer, table)
+            return cached_rows(self._pages(slots, layer, table)[0], 0, x.dtype)[0][:, :, 0], slots
         if layout is None or slots.keys.shape[1:3] == (batch, 1):
             slots = self._written(k, k, slots, layer, None)
             found = slots.layer_slots(layer).floats(x.dtype)[0][0]  # [B, 1, S, D]

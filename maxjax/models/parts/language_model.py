@@ -12,26 +12,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, ClassVar, Self, overload
+from typing import Any, ClassVar, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from ...dtype import DType
-from ...errors import UserInputError
+from ...errors import UserInputError, checked_integer
 from ...graph.device import DeviceRef
 from ...graph.kind import as_array
 from ...graph.placement.arrays import platform_of
 from ...graph.placement.mesh import axis_of
-from ...graph.placement.specs import mesh_of
+from ...graph.placement.specs import batch_axes, mesh_of, spec_of
 from ...graph.placement.split import TABLE
 from ...kernels import explicit
-from ...nn.kv_cache.cache import KVCache
+from ...kernels.explicit import parts_over
+from ...nn.kv_cache.cache import KVCache, check_cache_dtype, placeholder
 from ...nn.kv_cache.kinds import Group, KeysValues, Place, States, numbers_of
 from ...nn.kv_cache.layout import cache_layout
+from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer import LayerStack
 from ...nn.linear import ColumnParallelLinear
 from ..family import PretrainedModel
@@ -45,6 +47,9 @@ from .score import Scored
 
 # JAX's platforms that are GPUs.
 _GPUS = ("gpu", "cuda", "rocm")
+
+
+C = TypeVar("C", KVCache, PagedCache)
 
 
 class LanguageModel(Scored, PretrainedModel):
@@ -231,6 +236,62 @@ class LanguageModel(Scored, PretrainedModel):
         with beside(self):
             return KVCache.of(groups, batch=batch, capacity=capacity, **options)
 
+    def page_pool(
+        self, pages: int, page_size: int, rows: int, dtype: Any = None, *, abstract: bool = False
+    ) -> PagePool:
+        """Makes an empty pool of pages on the model's devices, for ``PagedCache``.
+
+        KV heads are sharded as the projections are if these divide them evenly, else each device has all of them.
+
+        Args:
+            pages, page_size: N, the number of pages, and P, the number of tokens of a page.
+            rows: R, the number of sequences that have a recurrent state at once.
+            dtype, abstract: as for :meth:`cache`.
+
+        Raises:
+            UserInputError: a number is not positive, or the dtype is neither a float nor int8.
+        """
+        for name, size in {"pages": pages, "page_size": page_size, "rows": rows}.items():
+            checked_integer(name, size)
+        kind = DType.of(self.dtype if dtype is None else dtype)
+        check_cache_dtype(kind, [group.kind for group in self._groups.values()])
+        groups = {
+            name: (group.layers, group.kind, self._place_of_pages(group.kind, rows))
+            for name, group in self._groups.items()
+        }
+        zeros: Any = placeholder if abstract else jnp.zeros
+        sizes = {"pages": pages, "page_size": page_size, "rows": rows}
+        with beside(self):
+            return PagePool.of(groups, dtype=kind.np, zeros=zeros, **sizes)
+
+    def shares_pages(self) -> bool:
+        """Whether a pool of pages serves as well as a cache with slots of each sequence.
+
+        It does not on GPUs and TPUs, whose kernels have no tables of pages yet, nor where devices have different
+        sequences, or different slots, of the same KV heads.
+        """
+        mesh = mesh_of([self._sharding])
+        if platform_of(mesh or self._sharding) != "cpu":
+            return False
+        if mesh is None:
+            return True
+        for kind in (group.kind for group in self._groups.values()):
+            if not isinstance(kind, KeysValues):
+                continue
+            layout = cache_layout(mesh, mesh.size, kind.query_heads or kind.heads, kind.heads)
+            if layout.group > 1:
+                return False
+        return parts_over(mesh, batch_axes(mesh, mesh.size)) == 1
+
+    def _place_of_pages(self, kind: Any, rows: int) -> Place:
+        """The sharding of a pool: pages are whole on each device, with the KV heads that it computes with."""
+        mesh = mesh_of([self._sharding])
+        if mesh is None or not isinstance(kind, KeysValues):
+            return self._place(kind, rows)
+        layout = cache_layout(mesh, 1, kind.query_heads or kind.heads, kind.heads)
+        over = layout.over if layout.group == 1 else ()
+        return Place(NamedSharding(mesh, spec_of([(), (), over])))
+
     @property
     def _groups(self) -> dict[str, Group]:
         """The groups of layers with the same kind of state in the cache, by name."""
@@ -259,20 +320,22 @@ class LanguageModel(Scored, PretrainedModel):
     ) -> jax.Array: ...
     @overload
     def __call__(
-        self, ids: Any, cache: KVCache, *, lengths: Any = None, last: bool = False
-    ) -> tuple[jax.Array, KVCache]: ...
+        self, ids: Any, cache: C, *, lengths: Any = None, last: bool | jax.Array = False
+    ) -> tuple[jax.Array, C]: ...
     def __call__(
-        self, ids: Any, cache: KVCache | None = None, *, lengths: Any = None, last: bool = False
+        self, ids: Any, cache: Any = None, *, lengths: Any = None, last: bool | jax.Array = False
     ) -> Any:
         """Token ids ``[B, T]`` → logits in float32, and the next cache if one is given.
 
         Args:
             ids: integers ``[B, T]``. With T = 1 and a cache this is a decode step.
-            cache: cache of the tokens before these; donate it if it is not used again.
+            cache: cache of the tokens before these, a ``KVCache`` or, inside of ``jax.jit``, a ``PagedCache``;
+                donate it if it is not used again.
             lengths: number of real tokens in each row, integers ``[B]``; by default all are real.
                 The others are padding on the right: they do not affect real tokens, and their
                 logits are meaningless.
-            last: whether to return only the logits of each row's last real token, ``[B, V]``.
+            last: whether to return only the logits of each row's last real token, ``[B, V]``; or the numbers
+                ``[n]`` of the rows whose last real token's logits are returned, ``[n, V]``.
 
         Returns:
             Logits ``[B, T, V]``; with a cache ``(logits, cache)``. Inside ``jax.jit``, logits of
@@ -299,15 +362,19 @@ class LanguageModel(Scored, PretrainedModel):
         outgrown = None if cache is None else self._outgrown(cache, after)
         is_step = view.context.is_step
         x, view = self.hidden_states(ids[:, 0] if is_step else ids, view)
-        at = None
-        if last:
+        at, context = None, dataclasses.replace(view.context, counts=counts)
+        if last is not False:
             at = jnp.full(batch, length) if counts is None else counts
             at = jnp.maximum(at - 1, 0).astype(jnp.int32)
             x = x if is_step else jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+        if not isinstance(last, bool):
+            x, at, outgrown = jax.tree.map(lambda a: a[last], (x, at, outgrown))
+            starts = jnp.broadcast_to(context.starts, batch)[last]
+            chosen = None if counts is None else counts[last]
+            context = dataclasses.replace(context, starts=starts, counts=chosen)
         logits = self.logits(x)
-        if is_step and not last:
+        if is_step and last is False:
             logits = logits[:, None]
-        context = dataclasses.replace(view.context, counts=counts)
         if self.position_limit is not None:
             logits = _nan_beyond(self.position_limit, logits, context, at)
         if cache is None or not keeps:
@@ -354,12 +421,13 @@ class LanguageModel(Scored, PretrainedModel):
             return no_cache(length, mesh, counts)
         starts = cache.lengths
         texts = cache.read_for(starts + (length if counts is None else counts))
-        if cache.sliding is not None:
+        pages = isinstance(cache, PagedCache)
+        if not pages and cache.sliding is not None:
             # In a rotating cache, tokens beyond the capacity would overwrite other tokens.
             room = jnp.maximum(cache.capacity - starts, 0)
             counts = jnp.minimum(length if counts is None else counts, room)
         # In a cache without the group "sliding", all layers may be in "full", in their order.
-        has_others = cache.sliding is not None or cache.more
+        has_others = pages or cache.sliding is not None or cache.more
         if has_others or set(self._groups) == {"full"}:
             numbers = jax.tree.map(jnp.asarray, numbers_of(self._groups))
         if counts is not None:
@@ -372,6 +440,8 @@ class LanguageModel(Scored, PretrainedModel):
             starts, counts, texts, tokens, numbers, length, length == 1, cache.capacity, mesh,
             tuple(heads.items()), recurrent,
         )  # fmt: skip
+        if pages:
+            context = dataclasses.replace(context, table=cache.table, is_ragged=cache.is_ragged)
         return LayerCache(context, cache.states)
 
     def _check_positions(self, after: jax.Array, length: Any) -> None:
@@ -468,7 +538,7 @@ class LanguageModel(Scored, PretrainedModel):
 
 def _sharded_as_rows(cache: KVCache, array: jax.Array) -> jax.Array:
     """``array`` with its rows sharded as those of the cache, if the cache's mesh has Explicit axes."""
-    mesh = explicit.mesh_of(cache.keys)
+    mesh = None if isinstance(cache, PagedCache) else explicit.mesh_of(cache.keys)
     if mesh is None:
         return array
     rows = [explicit.entries(cache.keys)[1], *[()] * (array.ndim - 1)]

@@ -13,7 +13,7 @@ Shapes: L layers, batch B, K KV heads, S slots (the capacity), head dimension D.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,14 +105,8 @@ class KVCache(Rendered):
         checked_integer("batch", batch)
         checked_integer("capacity", capacity)
         kind = DType.of(dtype)
-        check_cache_dtype(kind)
-        rows = any(layers and isinstance(k, KeysValues) for layers, k, _ in groups.values())
-        if kind == DType.int8 and not rows:
-            raise UserInputError(
-                "int8 is for keys and values, and no layer of this model has them: its recurrent "
-                "states keep their own dtypes"
-            )
-        zeros: Any = _placeholder if abstract else jnp.zeros
+        check_cache_dtype(kind, [k for layers, k, _ in groups.values() if layers])
+        zeros: Any = placeholder if abstract else jnp.zeros
         states: dict[str, Any] = {
             name: state.make(layers, batch, capacity, kind.np, place, zeros)
             for name, (layers, state, place) in groups.items()
@@ -384,7 +378,8 @@ class KVCache(Rendered):
             raise _full(int(lengths[row]), int(counts[row]), self.capacity, row)
 
 
-def _placeholder(shape: tuple[int, ...], dtype: Any, *, device: Any) -> jax.ShapeDtypeStruct:
+def placeholder(shape: tuple[int, ...], dtype: Any, *, device: Any) -> jax.ShapeDtypeStruct:
+    """What ``jnp.zeros`` would make, without memory."""
     sharding = SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -397,14 +392,23 @@ def _full(length: int, count: int, capacity: int, row: int | None) -> UserInputE
     )
 
 
-def check_cache_dtype(dtype: DType) -> None:
+def check_cache_dtype(dtype: DType, kinds: Sequence[KeysValues | States] = ()) -> None:
     """Raises an error for a dtype that keys and values cannot have.
 
+    Args:
+        dtype: the dtype.
+        kinds: the kinds of the states of a model's layers, if they are known.
+
     Raises:
-        UserInputError: it is neither a float of at least 8 bits nor int8.
+        UserInputError: it is neither a float of at least 8 bits nor int8; or is int8 and no layer has keys and values.
     """
     # XLA packs two 4-bit floats into a byte, which no kernel for CPUs reads or writes.
     if not (dtype.is_float() and dtype.size_in_bits >= 8 or dtype == DType.int8):
         raise UserInputError(
             f"a KV cache holds floats of at least 8 bits or int8, not {dtype.name}"
+        )
+    if dtype == DType.int8 and kinds and not any(isinstance(kind, KeysValues) for kind in kinds):
+        raise UserInputError(
+            "int8 is for keys and values, and no layer of this model has them: its recurrent states keep their "
+            "own dtypes"
         )

@@ -16,6 +16,7 @@ from maxjax.engine.sampling.draw import (
     Sampled,
     candidate_count,
     check_logits,
+    filters,
     largest,
     process_logits,
     sample,
@@ -253,12 +254,10 @@ def test_the_threshold_of_top_p(p, top_p, keeps):
     weights = jnp.asarray(p, jnp.float32) / max(p)
     values = jnp.log(weights)[None]
     assert jnp.exp(values)[0].tolist() == weights.tolist()
-    settings = Sampling(temperature=1, top_p=top_p)
+    of = (None, top_p, -jnp.inf)
     edges = {
-        "all": threshold_of(values, settings, settings.amounts),
-        "candidates": threshold_among(
-            *largest(values, len(p))[:1], values, settings, settings.amounts
-        )[0],
+        "all": threshold_of(values, *of),
+        "candidates": threshold_among(*largest(values, len(p))[:1], values, *of)[0],
     }
     for way, edge in edges.items():
         assert np.flatnonzero(np.asarray(values >= edge)[0]).tolist() == keeps, way
@@ -281,9 +280,8 @@ def test_both_ways_are_taken():
         values = jnp.log(jax.nn.softmax(logits / settings.temperature, axis=1))
         values -= values.max(axis=1, keepdims=True)
         found, _ = largest(values, candidate_count(settings, 4000))
-        assert (
-            threshold_among(found, values, settings, settings.amounts)[1].tolist() == [few] * 4
-        ), name
+        kept = filters(settings, settings.amounts, 4000)
+        assert threshold_among(found, values, *kept)[1].tolist() == [few] * 4, name
 
 
 def test_wide_vocabularies_draw_the_same():

@@ -1,0 +1,128 @@
+"""Answer: the answer to a prompt that an Engine is working on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any
+
+from ..generate.completion import Completion
+from .running import RunningText
+
+
+class Answer:
+    """The answer to one prompt, made by :meth:`Engine.submit`; its pieces can be read while it is written.
+
+    ``for piece in answer`` and ``async for piece in answer`` give the pieces from the first one on, in any thread and
+    more than once; joined they are :meth:`result`. ``await answer`` is the result too.
+
+    Example:
+        >>> import maxjax
+        >>> with maxjax.Engine(*maxjax.load("tiny"), slots=2) as engine:
+        ...     answer = engine.submit("What is 37 + 48?")
+        ...     "".join(answer)
+        '37 + 48 = 85'
+    """
+
+    def __init__(self, wake: Callable[[], None]):
+        self._wake, self._pieces, self._is_done = wake, [], False
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
+        self._text: RunningText | None = None
+
+    def _begin(self, text: RunningText) -> None:
+        self._text = text
+
+    def _take(self, piece: str) -> None:
+        """Takes a piece from the engine's thread."""
+        with self._changed:
+            self._pieces.append(piece)
+        self._notify()
+
+    def _finish(self, text: RunningText) -> None:
+        """Learns from the engine's thread that the answer has ended."""
+        with self._changed:
+            self._is_done = True
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            waiting, self._waiting = self._waiting, []
+        for loop, future in waiting:
+            loop.call_soon_threadsafe(lambda one=future: one.done() or one.set_result(None))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the answer has ended."""
+        return self._is_done
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far."""
+        assert self._text is not None
+        return self._text.partial.completion()
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Waits for the end of the answer.
+
+        Args:
+            timeout: largest number of seconds to wait; None for any.
+
+        Raises:
+            TimeoutError: it has not ended by then; it goes on.
+            FloatingPointError: the logits became NaN or infinite.
+            RuntimeError: the engine was closed, or has failed, before the end.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_done, timeout):
+                raise TimeoutError(f"the answer has not ended within {timeout} seconds")
+        return self._end()
+
+    def cancel(self) -> None:
+        """Ends the answer where it is: :meth:`result` is what was written before. Others go on."""
+        assert self._text is not None
+        self._text.is_cancelled = True
+        self._wake()
+
+    def _end(self) -> Completion:
+        assert self._text is not None
+        if self._text.error is not None:
+            raise self._text.error
+        return self.completion
+
+    def __iter__(self) -> Iterator[str]:
+        number = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda n=number: self._is_done or len(self._pieces) > n)
+                if number == len(self._pieces):
+                    break
+                piece = self._pieces[number]
+            number += 1
+            yield piece
+        self._end()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        number = 0
+        while await self._reached(number + 1):
+            yield self._pieces[number]
+            number += 1
+        self._end()
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        while not self._is_done:
+            yield from self._reached(len(self._pieces) + 1).__await__()
+        return self._end()
+
+    async def _reached(self, count: int) -> bool:
+        """Waits until there are so many pieces, or the answer has ended; returns whether there are."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                if len(self._pieces) >= count or self._is_done:
+                    return len(self._pieces) >= count
+                future: asyncio.Future[None] = loop.create_future()
+                self._waiting.append((loop, future))
+            await future

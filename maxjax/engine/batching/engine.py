@@ -1,0 +1,349 @@
+"""Engine: answers many prompts with one model, from any thread, and keeps the devices busy."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ...dtype import DType
+from ...errors import UserInputError, checked_integer
+from ...graph.placement.specs import held_bytes
+from ...lockstep import Lockstep
+from ...models.weights import named_dtype, shardings_of
+from ...rendering.row import bytes_text
+from ...storage.safetensors.writer import size_in_bytes
+from ..generate.batch import check_model
+from ..generate.request import Prompt, Request
+from ..sampling.rows import MOST_LOGPROBS
+from ..sampling.settings import Sampling
+from .answer import Answer
+from .grammar import Grammar
+from .running import RunningText, running_text
+from .scheduler import ENDS, PAGE_SIZE, Scheduler
+
+# Tokens of each slot for which a cache without a given size has room.
+_TOKENS = 2048
+
+
+class EngineStats(NamedTuple):
+    """What an engine has done and is doing.
+
+    Attributes:
+        waiting, running: number of texts in the queue, and of texts that have a slot.
+        pages, free_pages: number of pages of the cache, and of those that no text uses.
+        read_tokens, found_tokens: number of prompt tokens that were read, and that were found in the cache instead.
+        written_tokens, steps: number of tokens of answers, and of decode steps.
+        busy: mean share of the slots that wrote a token in a step.
+    """
+
+    waiting: int
+    running: int
+    pages: int
+    free_pages: int
+    read_tokens: int
+    found_tokens: int
+    written_tokens: int
+    steps: int
+    busy: float
+
+
+class Engine:
+    """Answers many prompts with one model, each as soon as a slot is free (continuous batching).
+
+    The cache is a pool of pages, which texts take as they grow; texts that begin with the same tokens share pages, and
+    read them once. One thread of the engine runs the model. All methods may be called from any thread.
+
+    Args:
+        model: a decoder, as returned by ``maxjax.load``.
+        tokenizer: the model's tokenizer; with None, prompts are token ids and answers have no text.
+        slots: largest number of texts that are written at once.
+        cache_bytes: size of the cache on each device, in bytes or as ``"40GiB"``; by default there is room for 2,048
+            tokens of each slot. A prompt that can never fit is refused.
+        chunk: largest number of prompt tokens that are read between two steps of the texts that are written; a power
+            of two.
+        cache_dtype: dtype of keys and values, by default the model's; ``"int8"`` halves the size of a bfloat16 cache,
+            and changes results slightly.
+
+    Raises:
+        UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid.
+
+    Example:
+        >>> import maxjax
+        >>> with maxjax.Engine(*maxjax.load("tiny"), slots=2) as engine:
+        ...     answers = [engine.submit(f"What is {n} + 1?") for n in (1, 2, 3)]
+        ...     [answer.result() for answer in answers]
+        ['1 + 1 = 2', '2 + 1 = 3', '3 + 1 = 4']
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any = None, *, slots: int = 32, cache_bytes: int | str | None = None,
+        chunk: int = 512, cache_dtype: Any = None,
+    ):  # fmt: skip
+        check_model(model)
+        if Lockstep("Engine", shardings_of(model)).is_shared:
+            raise UserInputError(
+                "an Engine is for a model of one process; several processes call maxjax.generate together"
+            )
+        self.model, self.tokenizer = model, tokenizer
+        checked_integer("slots", slots)
+        if checked_integer("chunk", chunk) & (chunk - 1) or chunk < 16:
+            raise UserInputError(f"chunk is {chunk}: it must be a power of two of at least 16")
+        dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
+        pages = page_count(model, slots, cache_bytes, dtype)
+        scheduler = Scheduler(model, slots, pages, chunk=chunk, cache_dtype=dtype)
+        scheduler.shows = False
+        self._longest = min(model.max_length, pages * PAGE_SIZE)
+        self._number = 0
+        self._worker = _Worker(scheduler)
+        self._thread = threading.Thread(target=self._worker.run, name="maxjax.Engine", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        eos_ids: Sequence[int] | None = None,
+        key: jax.Array | None = None,
+        sampling: Sampling | None = None,
+        chat: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        skip_special_tokens: bool = True,
+        priority: int = 0,
+        salt: str | None = None,
+        schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        **values: Any,
+    ) -> Answer:
+        """Puts a prompt into the queue.
+
+        Args:
+            prompt: text, the messages of a chat, or token ids.
+            max_new_tokens, stop, eos_ids, key, sampling, chat, template_kwargs, skip_special_tokens, values: as for
+                :func:`maxjax.generate`. ``logprobs`` is at most 20.
+            priority: prompts with a smaller number are started first.
+            salt: only prompts with an equal one share pages, so that the time of an answer tells nobody whether others
+                have asked with the same beginning.
+
+            schema: a JSON schema that the answer matches, as a dict or text, a class of pydantic, or a dataclass.
+            regex: a regular expression that the whole answer matches.
+            grammar: a grammar that the answer follows, in the syntax of Lark or of llama.cpp (GBNF).
+
+        Returns:
+            The answer, whose pieces can be read while it is written.
+
+        Raises:
+            UserInputError, TypeError: as for :func:`maxjax.generate`; or the prompt and its answer can never fit into
+                the cache, or the schema, expression or grammar is invalid.
+            ImportError: llguidance, which these three need, is not installed.
+            RuntimeError: the engine is closed.
+        """
+        request = Request(
+            self.model, self.tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,
+            skip_special_tokens,
+        )  # fmt: skip
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
+        if (request.sampling.logprobs or 0) > MOST_LOGPROBS:
+            raise UserInputError(
+                f"logprobs is {request.sampling.logprobs}: in an Engine it is at most {MOST_LOGPROBS}"
+            )
+        answer = Answer(self._worker.wake)
+        read = request.prompt(prompt)
+        self._check_fits(read, request)
+        matcher = None
+        if any(one is not None for one in (schema, regex, grammar)):
+            forms = {"schema": schema, "regex": regex, "grammar": grammar}
+            size = self.model.config.vocab_size
+            matcher = Grammar(self.tokenizer, size, request.eos_ids, **forms).start()
+        number, self._number = self._number, self._number + 1
+        text = running_text(
+            request, read, key, 0, ENDS, number=number, matcher=matcher, priority=priority,
+            salt=(salt or "").encode(), told=answer._take, ended=answer._finish,
+        )  # fmt: skip
+        answer._begin(text)
+        self._worker.add(text)
+        return answer
+
+    def _check_fits(self, prompt: Prompt, request: Request) -> None:
+        if request.limit(prompt.ids) <= self._longest:
+            return
+        raise UserInputError(
+            f"a prompt of {len(prompt.ids)} tokens and {request.max_new_tokens} new ones do not fit the cache of "
+            f"{self._longest} tokens: pass a smaller max_new_tokens, or make the Engine with more cache_bytes"
+        )
+
+    def compile(self) -> int:
+        """Compiles all programs that prompts can need, so that none waits for the compiler later.
+
+        Returns:
+            The number of programs.
+        """
+        return self._worker.call(lambda scheduler: scheduler.compile(self._longest))
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and is doing."""
+        of = self._worker.scheduler
+        rows = max(of.steps * of.slots, 1)
+        return EngineStats(
+            len(of.waiting) + len(self._worker.coming), len(of.running), of.pages.count, of.pages.free,
+            of.read_count, of.pages.hits, of.written, of.steps, of.busy_rows / rows,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends all answers with an error, and frees the cache."""
+        self._worker.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is None:
+            self._worker.finish()
+        self.close()
+
+    def __repr__(self) -> str:
+        of = self._worker.scheduler
+        size = (
+            bytes_text(sum(leaf.nbytes for leaf in jax.tree.leaves(of.memory)))
+            if hasattr(of, "memory")
+            else "closed"
+        )
+        return (
+            f"Engine({type(self.model).__name__}, {len(of.running)} of {of.slots} slots, {len(of.waiting)} waiting, "
+            f"cache {size})"
+        )
+
+
+class _Worker:
+    """The thread of an engine: it takes texts from others, and runs the scheduler while there are any."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.coming: list[RunningText] = []
+        self._calls: list[Any] = []
+        self._changed = threading.Condition()
+        self._is_closed, self._error = False, None
+        self._is_idle = True
+
+    def add(self, text: RunningText) -> None:
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("the engine is closed") from self._error
+            self.coming.append(text)
+            self._is_idle = False
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def call(self, function: Any) -> Any:
+        """Calls a function of the scheduler in the engine's thread, between two steps."""
+        done: list[Any] = []
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("the engine is closed") from self._error
+            self._calls.append((function, done))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: done or self._is_closed)
+        if not done:
+            raise RuntimeError("the engine was closed")
+        result, error = done
+        if error is not None:
+            raise error
+        return result
+
+    def finish(self) -> None:
+        """Waits until all texts have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_idle or self._is_closed)
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        scheduler = self.scheduler
+        try:
+            while True:
+                with self._changed:
+                    self._is_idle = not (self.coming or self._calls or scheduler.is_busy)
+                    if self._is_idle:
+                        self._changed.notify_all()
+                    self._changed.wait_for(
+                        lambda: self._is_closed or self.coming or self._calls or scheduler.is_busy
+                    )
+                    if self._is_closed:
+                        break
+                    coming, self.coming = self.coming, []
+                    calls, self._calls = self._calls, []
+                for text in coming:
+                    scheduler.add(text)
+                for function, done in calls:
+                    self._call(function, done)
+                if scheduler.is_busy:
+                    scheduler.step()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._end()
+
+    def _call(self, function: Any, done: list[Any]) -> None:
+        try:
+            found = [function(self.scheduler), None]
+        except Exception as error:
+            found = [None, error]
+        with self._changed:
+            done += found
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        """Ends what has not ended, and frees the memory."""
+        with self._changed:
+            self._is_closed = True
+            coming, self.coming = self.coming, []
+            self._changed.notify_all()
+        for text in [*self.scheduler.running, *self.scheduler.waiting, *coming]:
+            error = RuntimeError("the engine was closed before the answer had ended")
+            if self._error is not None:
+                error = RuntimeError(f"the engine has failed: {self._error}")
+                error.__cause__ = self._error
+            text.end(error)
+        self.scheduler.close()
+
+
+def page_count(model: Any, slots: int, cache_bytes: int | str | None, dtype: DType | None) -> int:
+    """The number of pages of a cache of so many bytes on each device.
+
+    Raises:
+        UserInputError: it has no room for a page.
+    """
+    if cache_bytes is None:
+        return slots * -(-min(model.max_length, _TOKENS) // PAGE_SIZE)
+    size = size_in_bytes(cache_bytes, "cache_bytes")
+    one, two = (
+        sum(
+            held_bytes(leaf.sharding, leaf.shape, leaf.dtype.itemsize)
+            for leaf in jax.tree.leaves(model.page_pool(n, PAGE_SIZE, slots, dtype, abstract=True))
+        )
+        for n in (1, 2)
+    )
+    page = two - one
+    count = (size - (one - page)) // page if page else slots
+    if count < 1:
+        raise UserInputError(
+            f"cache_bytes is {bytes_text(size)}: a page of {PAGE_SIZE} tokens takes {bytes_text(page)} on a "
+            f"device, and what {slots} slots need beside pages {bytes_text(one - page)}"
+        )
+    return int(count)

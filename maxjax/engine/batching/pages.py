@@ -1,0 +1,124 @@
+"""Pages: which pages of the pool are free, which belong to texts, and which hold the beginning of a text to come.
+
+A page that a text has filled is known by a key: its tokens and the key of the page before it. It stays after the text
+has ended, until the pool needs it, and a later text that begins with the same tokens shares it (radix attention,
+arXiv:2312.07104). This is the host's side alone: numbers of pages, not their content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+Key = bytes
+
+
+class Pages:
+    """The pages of a pool.
+
+    Args:
+        count: number of pages.
+        size: number of tokens of a page.
+
+    Attributes:
+        hits: number of tokens that were found instead of read.
+
+    Example:
+        >>> pages = Pages(4, 2)
+        >>> keys = pages.keys([5, 6, 7, 8, 9], b"")
+        >>> first = pages.take(3)
+        >>> pages.name(first, keys)  # two of them are full
+        >>> pages.give(first)
+        >>> pages.find(keys) == first[:2], pages.free
+        (True, 2)
+    """
+
+    def __init__(self, count: int, size: int):
+        self.count, self.size, self.hits = count, size, 0
+        self._users = [0] * count  # number of texts that have each page
+        self._empty = list(range(count - 1, -1, -1))
+        self._keys: dict[int, Key] = {}
+        self._numbers: dict[Key, int] = {}
+        self._kept: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # named pages of no text, least recently used first
+
+    @property
+    def free(self) -> int:
+        """The number of pages that :meth:`take` can give."""
+        return len(self._empty) + len(self._kept)
+
+    def needed(self, tokens: int) -> int:
+        """The number of pages of so many tokens."""
+        return -(-tokens // self.size)
+
+    def keys(self, tokens: Sequence[int], salt: bytes) -> list[Key]:
+        """The keys of the pages that these tokens fill.
+
+        Args:
+            tokens: token ids of a text, from its beginning.
+            salt: what else decides the content of the pages.
+        """
+        key, found = salt, []
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            page = np.asarray(tokens[start : start + self.size], np.int32).tobytes()
+            key = hashlib.blake2b(key + page, digest_size=16).digest()
+            found.append(key)
+        return found
+
+    def find(self, keys: Sequence[Key]) -> list[int]:
+        """Takes the pages with these keys, up to the first that does not exist."""
+        found = []
+        for key in keys:
+            number = self._numbers.get(key)
+            if number is None:
+                break
+            self._users[number] += 1
+            self._kept.pop(number, None)
+            found.append(number)
+        return found
+
+    def take(self, count: int) -> list[int] | None:
+        """Takes so many pages whose content does not matter; None if there are fewer."""
+        if count > self.free:
+            return None
+        found = []
+        for _ in range(count):
+            if self._empty:
+                number = self._empty.pop()
+            else:
+                number, _ = self._kept.popitem(last=False)
+                del self._numbers[self._keys.pop(number)]
+            self._users[number] = 1
+            found.append(number)
+        return found
+
+    def name(self, numbers: Sequence[int], keys: Sequence[Key]) -> None:
+        """Gives the pages of a text the keys of its tokens, for later texts; as many as there are keys."""
+        for number, key in zip(numbers, keys, strict=False):
+            if key not in self._numbers and number not in self._keys:
+                self._keys[number], self._numbers[key] = key, number
+
+    def give(self, numbers: Sequence[int]) -> None:
+        """Gives the pages of a text back; those with keys stay for later texts."""
+        for number in reversed(
+            numbers
+        ):  # the last pages of a text are dropped before its first ones
+            self._users[number] -= 1
+            if self._users[number] == 0:
+                if number in self._keys:
+                    self._kept[number] = None
+                else:
+                    self._empty.append(number)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Removes the keys of these pages: their content is not what the keys say."""
+        for number in numbers:
+            key = self._keys.pop(number, None)
+            if key is not None:
+                del self._numbers[key]
+                if self._kept.pop(number, 0) is None:
+                    self._empty.append(number)

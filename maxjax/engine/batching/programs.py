@@ -1,0 +1,253 @@
+"""The jitted programs of the engine: ``read`` prompts, ``read_tokens`` of many prompts at once, and ``decode``.
+
+They take the pool of pages, which they donate, and small arrays that say which texts they are for: nothing of a text
+but its pages stays on the devices, so each call may be for other texts. Settings are arrays too.
+
+Shapes: B texts of a call, T tokens of each, N tokens of several texts, M pages of a text, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...graph.placement.arrays import with_sharding
+from ...nn.kv_cache.pages import PagedCache, PagePool
+from ...nn.layer.observe.loops import zeros
+from ...nn.layer.observe.programs import is_observed, tapped
+from ..generate.programs import MAX_STEPS, DispatchTokens
+from ..sampling.draw import Sampled
+from ..sampling.rows import RowSettings, Words, sample_rows
+
+
+class Memory(NamedTuple):
+    """What the engine keeps on the devices. A pytree.
+
+    Attributes:
+        pool: the pages.
+        words: counts and biases of tokens, by slot; None until a request needs them.
+    """
+
+    pool: PagePool
+    words: Words | None
+
+
+class Texts(NamedTuple):
+    """The texts of a call, arrays ``[B]`` of NumPy. A pytree.
+
+    Attributes:
+        slots: the slot of each text, int32; the number of slots for a text that is padding.
+        table: its pages, int32 ``[B, M]``.
+        lengths: number of its tokens that are stored, int32.
+        limits: largest number of its tokens, int32.
+        written: number of tokens of its answer, int32.
+        finishes: whether the call reads its last token, so that the sampled one is part of its answer, bools.
+        text_lengths: the length for which RoPE rotates its keys, int32; None where RoPE does not depend on it.
+        settings: how its next token is chosen.
+        allowed: the tokens that may come next, bits as in ``sample_rows``; None where no text has a grammar.
+    """
+
+    slots: Any
+    table: Any
+    lengths: Any
+    limits: Any
+    written: Any
+    finishes: Any
+    text_lengths: Any
+    settings: RowSettings
+    allowed: Any = None
+
+    def cache(self, memory: Memory) -> PagedCache:
+        """The cache of these texts."""
+        return PagedCache(memory.pool, self.table, self.lengths, self.slots, self.text_lengths)
+
+
+Shardings = tuple[NamedSharding, ...] | None
+
+
+@partial(jax.jit, static_argnames=("tops", "shardings"), donate_argnums=1)
+def read(
+    model: Any, memory: Memory, texts: Texts, ids: jax.Array, counts: jax.Array, *,
+    tops: int, shardings: Shardings = None, patches: Any = (),
+) -> Any:  # fmt: skip
+    """Reads ``counts`` ``[B]`` of the tokens ``ids`` ``[B, T]`` of each text, and samples the token after them.
+
+    Returns:
+        The memory and the samples; and what captures of the model have recorded (``nn/layer/observe``).
+    """
+    run = lambda: model(ids, texts.cache(memory), lengths=counts, last=True)
+    (logits, cache), taps = tapped(model, patches, run)
+    sampled = _sampled(logits, texts, cache.lengths, texts.written, memory.words, tops, shardings)
+    words = _added(memory.words, texts, sampled.tokens, texts.finishes)
+    memory = _placed(Memory(cache.pool, words), shardings)
+    return (memory, sampled), taps
+
+
+@partial(jax.jit, static_argnames=("tops", "shardings"), donate_argnums=1)
+def read_tokens(
+    model: Any, memory: Memory, texts: Texts, ids: jax.Array, text: jax.Array, positions: jax.Array,
+    ends: jax.Array, *, tops: int, shardings: Shardings = None, patches: Any = (),
+) -> Any:  # fmt: skip
+    """Reads N tokens of several texts, and samples the token after the last one of each text.
+
+    Each token is a row of a decode step: none is padding, whatever the lengths of the texts.
+
+    Args:
+        texts: the texts; ``lengths`` are those after these tokens.
+        ids: the tokens, int32 ``[N]``.
+        text: the number of each token's text in ``texts``, int32 ``[N]``.
+        positions: the position of each token in its text, int32 ``[N]``; -1 for padding.
+        ends: the number of the last token of each text, int32 ``[B]``.
+
+    Returns:
+        As :func:`read`.
+    """
+    real = positions >= 0
+    of_tokens = lambda array: jnp.take(array, text, axis=0, mode="clip")
+    table, rows = of_tokens(texts.table), of_tokens(texts.slots)
+    lengths = None if texts.text_lengths is None else of_tokens(texts.text_lengths)
+    cache = PagedCache(memory.pool, table, jnp.maximum(positions, 0), rows, lengths, is_ragged=True)
+    run = lambda: model(ids[:, None], cache, lengths=real.astype(jnp.int32), last=ends)
+    (logits, cache), taps = tapped(model, patches, run)
+    sampled = _sampled(logits, texts, texts.lengths, texts.written, memory.words, tops, shardings)
+    words = _added(memory.words, texts, sampled.tokens, texts.finishes)
+    memory = _placed(Memory(cache.pool, words), shardings)
+    return (memory, sampled), taps
+
+
+@partial(jax.jit, static_argnames=("tops", "shardings"), donate_argnums=1)
+def decode(
+    model: Any, memory: Memory, texts: Texts, last: jax.Array, active: jax.Array, steps: jax.Array,
+    least: jax.Array, *, tops: int, shardings: Shardings = None, patches: Any = (),
+) -> Any:  # fmt: skip
+    """Generates token by token: at most ``steps``, and only while more than ``least`` texts go on.
+
+    Args:
+        last: the last token of each text, which the model has not read, int32 ``[B]``.
+        active: which texts go on, bools ``[B]``.
+        steps, least: int32 scalars.
+
+    Returns:
+        The memory and the DispatchTokens; and what captures of the model have recorded, whose first axis is the
+        step, of length ``MAX_STEPS``.
+    """
+
+    def call(pool: PagePool, last: jax.Array, lengths: jax.Array, active: jax.Array) -> Any:
+        cache = texts._replace(lengths=lengths).cache(Memory(pool, None))
+        run = lambda: model(last[:, None], cache, lengths=active.astype(jnp.int32), last=True)
+        return tapped(model, patches, run)
+
+    def choose(logits: jax.Array, lengths: jax.Array, count: jax.Array, words: Any) -> Sampled:
+        return _sampled(logits, texts, lengths, texts.written + count, words, tops, shardings)
+
+    def more(carry: Any) -> jax.Array:
+        return (carry[0] < steps) & (jnp.sum(carry[4].astype(jnp.int32)) > least)
+
+    def step(carry: Any) -> Any:
+        i, memory, last, lengths, active, bad, counts, samples, recorded = carry
+        (logits, cache), taps = call(memory.pool, last, lengths, active)
+        lengths = jnp.where(active, lengths + 1, lengths)
+        found = choose(logits, lengths, counts, memory.words)
+        tokens = jnp.where(active, found.tokens, last)
+        words = _added(memory.words, texts, tokens, active)
+        put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
+        samples = jax.tree.map(put, samples, found._replace(tokens=tokens))
+        keep = lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, i, 0)
+        recorded = jax.tree.map(keep, recorded, taps)
+        counts, bad = counts + active.astype(jnp.int32), bad | (active & ~found.valid)
+        ended = jnp.any(tokens[:, None] == texts.settings.ends, axis=1)
+        active = active & ~ended & found.valid & (lengths + 1 < texts.limits)
+        memory = _placed(Memory(cache.pool, words), shardings)
+        return i + 1, memory, tokens, lengths, active, bad, counts, samples, recorded
+
+    shapes, taps = jax.eval_shape(
+        lambda: _shapes(call(memory.pool, last, texts.lengths, active), choose, texts, memory)
+    )
+    samples = jax.tree.map(
+        lambda a: _replicated(jnp.zeros((a.shape[0], MAX_STEPS, *a.shape[1:]), a.dtype), shardings),
+        shapes,
+    )
+    recorded = jax.tree.map(partial(zeros, MAX_STEPS), taps) if is_observed(model) else {}
+    none = jnp.zeros(active.shape, jnp.int32)
+    start = (
+        jnp.int32(0),
+        memory,
+        last,
+        texts.lengths,
+        active,
+        active & False,
+        none,
+        samples,
+        recorded,
+    )
+    *_, active, bad, counts, samples, recorded = result = jax.lax.while_loop(more, step, start)
+    # XLA gives the results of a loop other shardings than its body says.
+    memory = _placed(result[1], shardings)
+    written = DispatchTokens(samples.tokens, counts, ~active, bad, samples)
+    return (memory, jax.tree.map(lambda a: _replicated(a, shardings), written)), recorded
+
+
+def _shapes(called: Any, choose: Any, texts: Texts, memory: Memory) -> Any:
+    (logits, _), taps = called
+    return choose(logits, texts.lengths, texts.written, memory.words), taps
+
+
+@partial(jax.jit, donate_argnums=0)
+def start_words(
+    words: Words, slot: jax.Array, ids: jax.Array, count: jax.Array, bias: jax.Array
+) -> Words:
+    """The words with those of a slot's new text.
+
+    Args:
+        slot: the slot, an int32 scalar.
+        ids: tokens of the text, int32 ``[T]``, padded with V: first those of the prompt.
+        count: the number of tokens of the prompt, an int32 scalar.
+        bias: what is added to logits, float32 ``[V]``.
+    """
+    in_prompt = jnp.arange(ids.shape[0], dtype=jnp.int32) < count
+    width = bias.shape[0]
+    seen = jnp.zeros(width, bool).at[jnp.where(in_prompt, ids, width)].set(True, mode="drop")
+    counts = jnp.zeros(width, jnp.int32).at[jnp.where(in_prompt, width, ids)].add(1, mode="drop")
+    new = Words(seen, counts, bias)
+    return jax.tree.map(lambda all_, one: all_.at[slot].set(one, mode="drop"), words, new)
+
+
+def _sampled(
+    logits: jax.Array, texts: Texts, lengths: jax.Array, written: jax.Array, words: Words | None, tops: int,
+    shardings: Shardings,
+) -> Sampled:  # fmt: skip
+    logits = _replicated(logits, shardings)
+    found = sample_rows(
+        logits, texts.settings, lengths, written, words, texts.slots, tops, texts.allowed
+    )
+    return jax.tree.map(lambda a: _replicated(a, shardings), found)
+
+
+def _added(words: Words | None, texts: Texts, tokens: jax.Array, is_new: jax.Array) -> Words | None:
+    """The words with the new tokens of those texts that use them."""
+    if words is None:
+        return None
+    used = is_new & texts.settings.has_words
+    add = lambda words: words.added(texts.slots, tokens, used)
+    return jax.lax.cond(jnp.any(used), add, lambda words: words, words)
+
+
+def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
+    """The array, replicated if there is a mesh."""
+    if shardings is None:
+        return array
+    return with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
+
+
+def _placed(memory: Memory, shardings: Shardings) -> Memory:
+    """The memory with the shardings of its pool, so that the next call needs no other executable."""
+    if shardings is None:
+        return memory
+    leaves, structure = jax.tree.flatten(memory.pool)
+    pairs = zip(leaves, shardings, strict=True)
+    pool = jax.tree.unflatten(structure, [with_sharding(a, one) for a, one in pairs])
+    return Memory(pool, jax.tree.map(lambda a: _replicated(a, shardings), memory.words))

@@ -1,0 +1,183 @@
+"""RunningText: one prompt and its answer, from the queue to its last token.
+
+A text waits in the queue; it gets a slot and pages, and its prompt is read in pieces; then its answer is written token
+by token, until it has ended. A text whose pages another one needs waits again, and is read again: its tokens, and so
+its answer, stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import UserInputError
+from ...nn.random_key import checked_key
+from ..generate.completion import PartialCompletion
+from ..generate.programs import DispatchTokens
+from ..generate.request import Prompt, Request
+from ..sampling.penalties import check_tokens
+from ..sampling.rows import RowSettings, uses_words
+from .grammar import Matcher
+from .pages import Key
+
+
+class Stage(Enum):
+    """Where a text is in its life."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    WRITING = "writing"
+    ENDED = "ended"
+
+
+class RunningText:
+    """A prompt and its answer.
+
+    Args:
+        partial: the answer so far; it decodes tokens and finds stop strings.
+        prompt: token ids of the prompt.
+        limit: largest number of tokens, the prompt included.
+        settings: how tokens are chosen, as NumPy scalars.
+        bias: what is added to logits, float32 ``[V]``; None for nothing.
+        matcher: where the answer is in its grammar; None for an answer without one.
+        number: the number of the text, for its random key, messages and captures.
+        priority: texts with a smaller number are started first.
+        salt: what else than tokens decides the content of its pages.
+        told: function that is called with each piece of text.
+        ended: function that is called with this object when it has ended.
+
+    Attributes:
+        stage: where it is in its life.
+        tokens: the prompt and the tokens of the answer.
+        stored: number of tokens whose keys and values are in its pages.
+        slot, pages: what it has of the engine's memory.
+        text_length: the length for which RoPE rotates its keys, and the largest length for which it stays that.
+        error: what ended it instead of its last token.
+    """
+
+    def __init__(
+        self, partial: PartialCompletion, prompt: list[int], limit: int, settings: RowSettings, *,
+        bias: np.ndarray | None = None, matcher: Matcher | None = None, number: int = 0,
+        priority: int = 0, salt: bytes = b"", told: Callable[[str], None] = lambda piece: None,
+        ended: Callable[[RunningText], None] = lambda text: None,
+    ):  # fmt: skip
+        self.partial, self.limit, self.settings, self.bias = partial, limit, settings, bias
+        self.prompt_length, self.tokens = len(prompt), list(prompt)
+        self.number, self.priority, self.salt, self.matcher = number, priority, salt, matcher
+        self._told, self._ended = told, ended
+        self.stage = Stage.WAITING
+        self.error: BaseException | None = None
+        self.stored = self.recorded = 0
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.keys: list[Key] = []
+        self.text_length: tuple[int, int] = (0, 0)
+        self.is_cancelled = False
+
+    @property
+    def written(self) -> int:
+        """The number of tokens of the answer."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens that the model must read before it can choose the next one."""
+        return len(self.tokens) - self.stored
+
+    def take(self, found: DispatchTokens, row: int) -> None:
+        """Adds the tokens that a dispatch has chosen for the text in a row; it may end with one of them."""
+        partial = self.partial
+        before = len(partial.tokens)
+        for piece in partial.pieces(found, row):
+            self._told(piece)
+        self.tokens += partial.tokens[before:]
+        if self.matcher is not None:
+            self._match(partial.tokens[before:])
+        if found.bad[row] and not partial.done:
+            self.end(
+                FloatingPointError(
+                    f"after {len(partial.tokens)} tokens of the answer to prompt {self.number} the logits are NaN or "
+                    "infinite: no token can be chosen. maxjax.first_nan(model, ids) names the layer"
+                )
+            )
+        elif partial.done or len(self.tokens) >= self.limit:
+            self.end()
+
+    def _match(self, tokens: list[int]) -> None:
+        """Goes on in the grammar; the text ends where the grammar does."""
+        assert self.matcher is not None
+        for token in tokens:
+            self.matcher.accept(token)
+        if (problem := self.matcher.error) is not None:
+            self.end(UserInputError(f"prompt {self.number}: its grammar has failed: {problem}"))
+        elif self.matcher.is_ended and not self.partial.done:
+            self.partial.complete()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the text, with an error if there is one."""
+        if self.stage is Stage.ENDED:
+            return
+        self.stage, self.error = Stage.ENDED, error
+        if error is None and (rest := self.partial.flush()):
+            self._told(rest)
+        self._ended(self)
+
+    def wait_again(self) -> None:
+        """Back to the queue, without slot and pages."""
+        self.stage, self.stored, self.slot, self.pages, self.keys = Stage.WAITING, 0, None, [], []
+
+
+def row_of(
+    texts: list[RunningText], size: int, get: Callable[[RunningText], Any], rest: Any
+) -> np.ndarray:
+    """An array with a row for each text, and ``rest`` in the rows up to ``size`` that are padding."""
+    found = np.full((size, *np.shape(rest)), rest, np.asarray(rest).dtype)
+    for row, text in enumerate(texts):
+        found[row] = get(text)
+    return found
+
+
+def running_text(
+    request: Request, prompt: Prompt, key: Any, text: int, end_count: int, **options: Any
+) -> RunningText:
+    """The text of a request that is checked.
+
+    Args:
+        request: the settings.
+        prompt: what the model reads.
+        key: random key; None for ``jax.random.key(0)``.
+        text: number of the text among those with this key.
+        end_count: number of tokens that end a text and are known to the programs.
+        options: further arguments of ``RunningText``.
+    """
+    sampling, size = request.sampling, request.model.config.vocab_size
+    words = np.zeros(2, np.uint32)
+    if not sampling.is_greedy and key is not None:
+        checked = checked_key(key)
+        typed = jnp.issubdtype(checked.dtype, jax.dtypes.prng_key)
+        words = np.asarray(jax.random.key_data(checked) if typed else checked)[..., :2]
+    ends = np.full(end_count, -1, np.int32)
+    # The host ends a text with any of them; those that the programs know end it without a further step.
+    known = request.eos_ids[:end_count]
+    ends[: len(known)] = known
+    bias = None
+    if uses_words(sampling):
+        check_tokens(sampling, size)
+        bias = np.zeros(size, np.float32)
+        for token, amount in dict(sampling.logit_bias).items():
+            bias[token] = amount
+        bias[list(sampling.banned)] = -np.inf
+    settings = RowSettings.of(sampling, words, text, ends, size)
+    return RunningText(
+        request.partial_completion(prompt),
+        prompt.ids,
+        request.limit(prompt.ids),
+        settings,
+        bias=bias,
+        **options,
+    )

@@ -1,0 +1,465 @@
+"""Scheduler: which texts run, and what the devices do next.
+
+One :meth:`Scheduler.step` gives free slots and pages to texts of the queue, reads a part of the prompts, and lets the
+texts that have been read write some tokens. It runs in one thread; ``Engine`` has one of its own for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...graph.placement.arrays import platform_of
+from ...graph.placement.specs import mesh_of
+from ...lockstep import Lockstep
+from ...models.parts.rotary import reading_length, same_until
+from ...nn.kv_cache.kinds import States
+from ...nn.layer.observe.programs import ProgramObserver
+from ...progress import compiling
+from ..generate.batch import bucket
+from ..generate.programs import MAX_STEPS, DispatchTokens
+from ..isolation import isolated
+from ..sampling.draw import Sampled
+from ..sampling.rows import MOST_LOGPROBS, RowSettings, Words
+from ..sampling.settings import GREEDY
+from .grammar import mask_words
+from .pages import Pages
+from .programs import Memory, Texts, decode, read, read_tokens, start_words
+from .running import RunningText, Stage, row_of
+
+PAGE_SIZE = 64
+ENDS = 32
+"""The largest number of tokens that end a text, unless a scheduler is made for more."""
+_LEAST_TOKENS, _LEAST_PAGES = 16, 8
+# The longest dispatch in seconds: a new prompt waits for it, and a stop string is noticed only after it.
+_DISPATCH_S = 0.1
+# While prompts wait to be read, so many tokens are written between two pieces of them.
+_STEPS_BETWEEN = 4
+
+
+class Scheduler:
+    """The texts that a model continues, and the memory that they share.
+
+    Args:
+        model: a decoder whose weights are loaded.
+        slots: largest number of texts that run at once.
+        pages: number of pages of the cache.
+        chunk: largest number of prompt tokens that are read between two steps; a power of two.
+        cache_dtype: dtype of keys and values; None for the model's.
+        end_count: largest number of tokens that end a text.
+        tops: number of most probable tokens that are reported where a text wants log-probabilities.
+    """
+
+    def __init__(
+        self, model: Any, slots: int, pages: int, *, chunk: int = 512, cache_dtype: Any = None,
+        end_count: int = ENDS, tops: int = MOST_LOGPROBS,
+    ):  # fmt: skip
+        self.model, self.slots, self.chunk = model, slots, chunk
+        self._vocab_size, self._end_count, self._tops = model.config.vocab_size, end_count, tops
+        self._ropes = model.config.ropes_by_length
+        self._observer, self._together = ProgramObserver(model), Lockstep("generate", ())
+        pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
+        self._is_recurrent = any(isinstance(group.kind, States) for group in model._groups.values())
+        self.pages = Pages(pages, PAGE_SIZE)
+        self._shares = (
+            not self._is_recurrent
+        )  # a row of recurrent states is that of the last token alone
+        leaves = jax.tree.leaves(pool)
+        where = [leaf.sharding for leaf in leaves]
+        self._shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
+        self.memory = Memory(pool, None)
+        platform = platform_of(mesh_of(where) or where[0])
+        # Elsewhere a token of a ragged call would read a copy of all pages of its text.
+        self._is_ragged = platform == "cpu" and not self._is_recurrent
+        self.waiting: list[RunningText] = []
+        self.running: list[RunningText] = []  # in the order in which they got a slot
+        self._free = list(range(slots - 1, -1, -1))
+        self._count = 4
+        self.shows = True
+        # Numbers of decode steps, of tokens written in them, of all tokens written and of prompt tokens read.
+        self.steps = self.busy_rows = self.written = self.read_count = 0
+        self.seconds = {"read": 0.0, "write": 0.0}
+
+    # --- texts
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a text waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, text: RunningText) -> None:
+        """Puts a text into the queue, behind those of the same priority."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].priority > text.priority:
+            place -= 1
+        self.waiting.insert(place, text)
+
+    @isolated()
+    def step(self) -> None:
+        """Starts, reads and continues texts; each gets its new tokens."""
+        self._end_cancelled()
+        self._start()
+        self._read()
+        self._write()
+
+    def close(self) -> None:
+        """Frees the memory on the devices."""
+        if hasattr(self, "memory"):
+            del self.memory
+
+    def _end_cancelled(self) -> None:
+        for text in [*self.waiting, *self.running]:
+            if text.is_cancelled:
+                text.end()
+        self.waiting = [text for text in self.waiting if text.stage is not Stage.ENDED]
+        self._release_ended()
+
+    # --- slots and pages
+
+    def _start(self) -> None:
+        """Gives slots and pages to the first texts of the queue."""
+        later = []
+        for place, text in enumerate(self.waiting):
+            if not self._free:
+                later += self.waiting[place:]
+                break
+            fits = self._given_pages(text)
+            if fits is None:  # there are too few pages: those behind it must not overtake it
+                later += self.waiting[place:]
+                break
+            if not fits:
+                later.append(text)
+                continue
+            text.slot, text.stage = self._free.pop(), Stage.READING
+            self.running.append(text)
+            if text.settings.has_words:
+                self._start_words(text)
+        self.waiting = later
+
+    def _given_pages(self, text: RunningText) -> bool | None:
+        """Gives a text its pages; False: another text is reading its prefix now; None: there are too few."""
+        if self._ropes:
+            length = reading_length(self._ropes, len(text.tokens), text.limit)
+            text.text_length = (length, int(same_until(self._ropes, length)))
+        keys, found = [], []
+        if self._shares and not self._observer.is_observed:
+            salt = text.salt + str(text.text_length).encode()
+            keys = self.pages.keys(text.tokens[:-1], salt)  # the last token must be read
+            found = self.pages.find(keys)
+            if len(found) < len(keys) and self._is_read_now(keys[len(found)]):
+                self.pages.give(found)
+                return False
+        more = self.pages.take(self.pages.needed(len(text.tokens)) - len(found))
+        if more is None:
+            self.pages.give(found)
+            return None
+        text.pages, text.keys, text.stored = [*found, *more], keys, len(found) * PAGE_SIZE
+        self.pages.hits += text.stored
+        return True
+
+    def _is_read_now(self, key: bytes) -> bool:
+        """Whether a text is being read that will have a page with this key."""
+        return any(
+            key in text.keys[text.stored // PAGE_SIZE :]
+            for text in self.running
+            if text.stage is Stage.READING
+        )
+
+    def _start_words(self, text: RunningText) -> None:
+        assert text.slot is not None
+        if self.memory.words is None:
+            self._make_words()
+        ids = np.full(bucket(len(text.tokens), _LEAST_TOKENS), self._vocab_size, np.int32)
+        ids[: len(text.tokens)] = text.tokens
+        bias = np.zeros(self._vocab_size, np.float32) if text.bias is None else text.bias
+        words = start_words(
+            self.memory.words, np.int32(text.slot), ids, np.int32(text.prompt_length), bias
+        )
+        self.memory = self.memory._replace(words=words)
+
+    def _make_words(self) -> None:
+        words = Words.empty(self.slots, self._vocab_size)
+        if self._shardings is not None:
+            whole = NamedSharding(self._shardings[0].mesh, PartitionSpec())
+            words = jax.device_put(words, whole)
+        self.memory = self.memory._replace(words=words)
+
+    def _release(self, text: RunningText) -> None:
+        """Takes slot and pages from a text."""
+        assert text.slot is not None
+        if self._shares and text.error is None and not self._observer.is_observed:
+            salt = text.salt + str(text.text_length).encode()
+            self.pages.name(text.pages, self.pages.keys(text.tokens[: text.stored], salt))
+        elif text.error is not None:
+            self.pages.forget(text.pages)
+        self.pages.give(text.pages)
+        self._free.append(text.slot)
+        self.running.remove(text)
+
+    def _release_ended(self) -> None:
+        for text in [one for one in self.running if one.stage is Stage.ENDED]:
+            self._release(text)
+            self._observer.end(text.number, text.prompt_length + len(text.partial.tokens) - 1)
+            text.slot = None
+
+    def _put_back(self, text: RunningText) -> None:
+        """Puts a running text to the front of the queue."""
+        self._release(text)
+        text.wait_again()
+        self.waiting.insert(0, text)
+
+    # --- reading
+
+    def _read(self) -> None:
+        """Reads the next tokens of prompts, ``chunk`` of them at most."""
+        began, room, pieces = time.perf_counter(), self.chunk, []
+        for text in self.running:
+            if text.stage is Stage.READING and room > 0:
+                count = min(text.unread, room)
+                pieces.append((text, count))
+                room -= count
+        if not pieces:
+            return
+        if self._is_ragged and not self._observer.is_observed:
+            self._read_tokens(pieces)
+        else:
+            for text, count in pieces:
+                self._read_piece(text, count)
+        self._release_ended()
+        self.seconds["read"] += time.perf_counter() - began
+
+    def _read_tokens(self, pieces: Sequence[tuple[RunningText, int]]) -> None:
+        """Reads tokens of several texts at once."""
+        texts, total = [text for text, _ in pieces], sum(count for _, count in pieces)
+        size, rows = bucket(total, _LEAST_TOKENS), self.slots
+        ids, text, at = (
+            np.zeros(size, np.int32),
+            np.zeros(size, np.int32),
+            np.full(size, -1, np.int32),
+        )
+        ends, done = np.zeros(rows, np.int32), 0
+        for row, (one, count) in enumerate(pieces):
+            part = slice(done, done + count)
+            ids[part] = one.tokens[one.stored : one.stored + count]
+            text[part], at[part] = row, np.arange(one.stored, one.stored + count)
+            done += count
+            ends[row] = done - 1
+            self._stored(one, count)
+        arrays = self._texts(texts, rows, finishes=[one.unread == 0 for one in texts])
+        sampled = self._run(read_tokens, texts, arrays, ids, text, at, ends, width=None)
+        self._take_first(texts, sampled)
+
+    def _read_piece(self, text: RunningText, count: int) -> None:
+        """Reads tokens of one text."""
+        width = bucket(count, _LEAST_TOKENS)
+        ids = np.zeros((1, width), np.int32)
+        ids[0, :count] = text.tokens[text.stored : text.stored + count]
+        arrays = self._texts([text], 1, more=width, finishes=[count == text.unread])
+        counts, again = np.asarray([count], np.int32), text.stored < text.recorded
+        sampled = self._run(
+            read, [text], arrays, ids, counts, width=width, counts=counts, keeps=not again
+        )
+        self._stored(text, count)
+        self._take_first([text], sampled)
+
+    def _stored(self, text: RunningText, count: int) -> None:
+        text.stored += count
+        text.recorded = max(text.recorded, text.stored)
+        self.read_count += count
+        self.pages.name(text.pages, text.keys[: text.stored // PAGE_SIZE])
+
+    def _take_first(self, texts: Sequence[RunningText], sampled: Any) -> None:
+        """Gives those texts their first token that have been read to their end."""
+        if all(text.unread for text in texts):
+            return
+        found = jax.device_get(sampled)
+        one = np.ones(found.tokens.shape, np.int32)
+        first = DispatchTokens(
+            found.tokens[:, None],
+            one,
+            ~found.valid,
+            ~found.valid,
+            jax.tree.map(lambda a: a[:, None], found),
+        )
+        for row, text in enumerate(texts):
+            if not text.unread:
+                text.stage = Stage.WRITING
+                text.take(first, row)
+                self.written += 1
+
+    # --- writing
+
+    def _write(self) -> None:
+        """Lets the texts that have been read write some tokens."""
+        began, steps = time.perf_counter(), self._count
+        if any(text.stage is Stage.READING for text in self.running):
+            steps = min(steps, _STEPS_BETWEEN)
+        if any(text.matcher is not None for text in self.running if text.stage is Stage.WRITING):
+            steps = 1  # which tokens may come next is known after each token
+        texts = self._with_room(steps)
+        if not texts:
+            return
+        steps = (
+            min(steps, *(max(text.limit - text.stored - 1, 1) for text in texts))
+            if len(texts) == 1
+            else steps
+        )
+        if self._ropes:
+            steps = min(steps, *(text.text_length[1] - text.stored for text in texts))
+        least = 0
+        if self.waiting:
+            # A step with a few idle rows is cheaper than a call for each prompt.
+            least = max(len(texts) - max(1, self.slots // 32), 0)
+        rows = next(n for n in self._row_counts() if n >= len(texts))
+        arrays = self._texts(texts, rows, more=steps)
+        last = row_of(texts, rows, lambda text: text.tokens[-1], np.int32(0))
+        active = row_of(texts, rows, lambda text: True, np.bool_(False))
+        counts = lambda result: result.counts
+        args = (last, active, np.int32(steps), np.int32(least))
+        written = self._run(decode, texts, arrays, *args, width=None, counts=counts)
+        found = jax.device_get(written._replace(sampled=self._reported(written.sampled, texts)))
+        for row, text in enumerate(texts):
+            text.stored += int(found.counts[row])
+            text.recorded = max(text.recorded, text.stored)
+            text.take(found, row)
+        self.steps += int(found.counts.max())
+        self.busy_rows += int(found.counts.sum())
+        self.written += int(found.counts.sum())
+        self._release_ended()
+        taken = time.perf_counter() - began
+        self.seconds["write"] += taken
+        if taken < _DISPATCH_S / 2 and steps == self._count:
+            self._count = min(2 * self._count, MAX_STEPS)
+        elif taken > 2 * _DISPATCH_S and self._count > 1:
+            self._count //= 2
+
+    def _reported(self, sampled: Sampled, texts: Sequence[RunningText]) -> Sampled:
+        """The samples without log-probabilities, which are many numbers, if no text reports them."""
+        if any(text.settings.has_logprobs for text in texts):
+            return sampled
+        return Sampled(sampled.tokens, sampled.valid)
+
+    def _with_room(self, steps: int) -> list[RunningText]:
+        """The texts that write, with pages for so many more tokens; others may have lost theirs."""
+        for text in list(self.running):
+            if self._ropes and text.stage is Stage.WRITING and text.stored >= text.text_length[1]:
+                self._put_back(text)  # it has outgrown its RoPE, and is read again with another one
+        for text in list(self.running):
+            if text.stage is not Stage.WRITING:
+                continue
+            wanted = self.pages.needed(min(text.stored + steps, text.limit - 1)) - len(text.pages)
+            while wanted > 0 and text.stage is Stage.WRITING:
+                more = self.pages.take(wanted)
+                if more is not None:
+                    text.pages += more
+                    break
+                self._put_back(self.running[-1])
+        return [text for text in self.running if text.stage is Stage.WRITING]
+
+    # --- programs
+
+    def _texts(
+        self, texts: Sequence[RunningText], rows: int, more: int = 0, finishes: Sequence[bool] = ()
+    ) -> Texts:
+        """The arrays of these texts, with padding up to ``rows``."""
+        texts = list(texts)
+        longest = max((len(text.pages) for text in texts), default=1)
+        width = next(n for n in self._widths() if n >= longest)
+        table = np.full((rows, width), -1, np.int32)
+        for row, text in enumerate(texts):
+            table[row, : len(text.pages)] = text.pages
+        of = lambda get, rest: row_of(texts, rows, get, rest)
+        zero = np.int32(0)
+        settings = [
+            np.stack([*(text.settings[i] for text in texts), *[rest] * (rows - len(texts))])
+            for i, rest in enumerate(self.blank_settings)
+        ]
+        done = [*finishes, *[False] * (rows - len(finishes))]
+        allowed = None
+        if any(text.matcher is not None for text in texts):
+            every = np.full(mask_words(self._vocab_size), 2**32 - 1, np.uint32)
+            allowed = of(
+                lambda text: every if text.matcher is None else text.matcher.allowed(), every
+            )
+        return Texts(
+            of(lambda text: text.slot, np.int32(self.slots)), table, of(lambda text: text.stored, zero),
+            of(lambda text: text.limit, zero), of(lambda text: text.written, zero), np.asarray(done),
+            of(lambda text: text.text_length[0], zero) if self._ropes else None, RowSettings(*settings), allowed,
+        )  # fmt: skip
+
+    def _widths(self, longest: int | None = None) -> Iterator[int]:
+        """The sizes of tables of pages: few, so that few programs are compiled; up to that of ``longest`` tokens."""
+        width = _LEAST_PAGES
+        yield width
+        while longest is None or width < self.pages.needed(longest):
+            width *= 4
+            yield width
+
+    def _row_counts(self) -> list[int]:
+        """The numbers of texts that a decode step may be for."""
+        return [n for n in (1, 8) if n < self.slots] + [self.slots]
+
+    @isolated()
+    def compile(self, longest: int) -> int:
+        """Compiles the programs for texts of at most ``longest`` tokens; returns their number."""
+        count = 0
+        sizes = [
+            _LEAST_TOKENS << i
+            for i in range(self.chunk.bit_length())
+            if _LEAST_TOKENS << i <= self.chunk
+        ]
+        had_words = self.memory.words is not None
+        for has_words in (False, True):
+            if has_words and not had_words:
+                self._make_words()
+            elif had_words and not has_words:
+                continue
+            for width in self._widths(longest):
+                table = lambda arrays, width=width: arrays._replace(
+                    table=np.full((len(arrays.slots), width), -1, np.int32)
+                )
+                for size in sizes:
+                    zeros = np.zeros(size, np.int32)
+                    if self._is_ragged:
+                        arrays = table(self._texts([], self.slots))
+                        ends = np.zeros(self.slots, np.int32)
+                        self._run(
+                            read_tokens, [], arrays, zeros, zeros, zeros - 1, ends, width=None
+                        )
+                    else:
+                        arrays = table(self._texts([], 1))
+                        self._run(read, [], arrays, zeros[None], np.zeros(1, np.int32), width=size)
+                    count += 1
+                for rows in self._row_counts():
+                    none = np.zeros(rows, np.int32)
+                    args = (none, none > 0, np.int32(1), np.int32(0))
+                    self._run(decode, [], table(self._texts([], rows)), *args, width=None)
+                    count += 1
+        return count
+
+    @property
+    def blank_settings(self) -> RowSettings:
+        """The settings of a row that is padding."""
+        ends = np.full(self._end_count, -1, np.int32)
+        return RowSettings.of(GREEDY, np.zeros(2, np.uint32), 0, ends, self._vocab_size)
+
+    def _run(
+        self, program: Any, texts: Sequence[RunningText], arrays: Texts, *args: Any, width: int | None,
+        counts: Any = None, keeps: bool = True,
+    ) -> Any:  # fmt: skip
+        """Dispatches a program, and keeps the memory that it returns."""
+        numbers = [text.number for text in texts]
+        numbers += [0] * (len(arrays.slots) - len(numbers))
+        counted = counts if callable(counts) else lambda _: counts
+        with compiling(program.__name__, self.shows):
+            self.memory, result = self._observer.run(
+                self._together, program, self.memory, arrays, *args, rows=numbers,
+                counts=lambda found: counted(found[1]), width=width, keeps=keeps, tops=self._tops,
+                shardings=self._shardings,
+            )  # fmt: skip
+        return result

@@ -1,0 +1,219 @@
+"""Sampling when each row of a batch has its own settings, which are arrays: another value compiles nothing.
+
+What no row uses is not computed: it stands under ``lax.cond``. A row gets the token that :func:`~.draw.sample` gives it
+with the same settings, key and position.
+
+Shapes: B rows, V tokens of the vocabulary, E tokens that end a text, R rows of :class:`Words`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .draw import Sampled, choose_drawn, first_equal, row_keys, top_logprobs
+from .penalties import penalised
+from .settings import Sampling
+
+MOST_LOGPROBS = 20
+"""How many of the most probable tokens are reported, unless a program is made for more."""
+
+
+class RowSettings(NamedTuple):
+    """The settings of each row, arrays ``[B]``: those of :class:`~.settings.Sampling`, and what they apply to.
+
+    Attributes:
+        temperature: divisor of the logits; 0 is greedy.
+        top_k: number of tokens that are kept, int32; the size of the vocabulary is off.
+        top_p: as in Sampling.
+        least: the smallest shifted logit that min-p keeps; -inf is off.
+        repetition_penalty, presence_penalty, frequency_penalty: as in Sampling.
+        min_new_tokens: as in Sampling, int32.
+        has_words: whether the row uses its row of :class:`Words`: penalties, a bias or bans.
+        has_logprobs: whether log-probabilities are reported.
+        keys: words of the random key of each row's request, uint32 ``[B, 2]``.
+        numbers: the number of each row's text among those with this key, int32.
+        ends: tokens that end the text, int32 ``[B, E]``, padded with -1.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    least: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+    min_new_tokens: Any
+    has_words: Any
+    has_logprobs: Any
+    keys: Any
+    numbers: Any
+    ends: Any
+
+    @staticmethod
+    def of(
+        sampling: Sampling, key: np.ndarray, number: int, ends: np.ndarray, vocab_size: int
+    ) -> RowSettings:
+        """The settings of one row, as NumPy scalars.
+
+        Args:
+            sampling: the settings.
+            key: words of the key, uint32 ``[2]``.
+            number: the number of the text among those with this key.
+            ends: tokens that end the text, int32 ``[E]``.
+            vocab_size: V.
+        """
+        amounts, f = sampling.amounts, np.float32
+        return RowSettings(
+            f(0.0 if sampling.is_greedy else amounts.temperature),
+            np.int32(min(sampling.top_k or vocab_size, vocab_size)),
+            f(amounts.top_p), f(amounts.least), f(amounts.repetition_penalty),
+            f(amounts.presence_penalty), f(amounts.frequency_penalty),
+            np.int32(sampling.min_new_tokens), np.bool_(uses_words(sampling)),
+            np.bool_(sampling.logprobs is not None), key, np.int32(number), ends,
+        )  # fmt: skip
+
+
+class Words(NamedTuple):
+    """What penalties, biases and bans need for each token of the vocabulary. A pytree of 9 bytes per row and token.
+
+    Attributes:
+        prompt: whether the token is in the prompt, bool ``[R, V]``.
+        counts: how often it is in the answer so far, int32 ``[R, V]``.
+        bias: what is added to its logit, float32 ``[R, V]``; -inf bans it.
+    """
+
+    prompt: jax.Array
+    counts: jax.Array
+    bias: jax.Array
+
+    @staticmethod
+    def empty(rows: int, vocab_size: int) -> Words:
+        """The words of rows without tokens.
+
+        Example:
+            >>> Words.empty(2, 5).bias.shape
+            (2, 5)
+        """
+        shape = (rows, vocab_size)
+        return Words(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+
+    def added(self, rows: jax.Array, tokens: jax.Array, is_new: jax.Array) -> Words:
+        """A copy with one more token of the answer in those of the ``rows`` ``[B]`` for which ``is_new`` is True."""
+        counts = self.counts.at[rows, tokens].add(is_new.astype(jnp.int32), mode="drop")
+        return self._replace(counts=counts)
+
+
+def uses_words(sampling: Sampling) -> bool:
+    """Whether the settings need :class:`Words`.
+
+    Example:
+        >>> uses_words(Sampling(temperature=0.5)), uses_words(Sampling(banned=[3]))
+        (False, True)
+    """
+    return sampling.needs_history or bool(sampling.banned) or bool(sampling.logit_bias)
+
+
+def sample_rows(
+    logits: jax.Array,
+    settings: RowSettings,
+    positions: jax.Array,
+    written: jax.Array,
+    words: Words | None = None,
+    rows: jax.Array | None = None,
+    tops: int = MOST_LOGPROBS,
+    allowed: jax.Array | None = None,
+) -> Sampled:
+    """Samples the next token of each row.
+
+    Args:
+        logits: logits ``[B, V]``.
+        settings: the settings of each row.
+        positions: position of the new token in its text, int32 ``[B]``.
+        written: number of tokens of the answer so far, int32 ``[B]``.
+        words: the words of all rows; None if no row uses them.
+        rows: each row's row in ``words``, int32 ``[B]``.
+        tops: number of most probable tokens that are reported.
+        allowed: the tokens that may come next, one bit each, uint32 ``[B, ⌈V / 32⌉]``; None: all.
+
+    Returns:
+        The tokens; ``top_tokens`` and ``top_logprobs`` are ``[B, min(tops, V)]``. They and ``logprobs`` are zeros where
+        no row reports them.
+
+    Example:
+        >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]] * 2))
+        >>> key, ends = np.zeros(2, np.uint32), np.full(1, -1, np.int32)
+        >>> each = [RowSettings.of(Sampling(banned=b), key, 0, ends, 3) for b in ((), (1,))]
+        >>> settings = jax.tree.map(lambda *a: jnp.stack(a), *each)
+        >>> words = Words.empty(2, 3)._replace(bias=jnp.array([[0, 0, 0], [0, -jnp.inf, 0]]))
+        >>> zeros = jnp.zeros(2, jnp.int32)
+        >>> sample_rows(logits, settings, zeros, zeros, words, jnp.arange(2)).tokens.tolist()
+        [1, 2]
+    """
+    values = logits.astype(jnp.float32)
+    if words is not None and rows is not None:
+        values = jax.lax.cond(
+            jnp.any(settings.has_words), _adjusted, lambda values, *_: values,
+            values, settings, words, rows,
+        )  # fmt: skip
+    early = written < settings.min_new_tokens
+    values = jax.lax.cond(
+        jnp.any(early), _without_ends, lambda values, *_: values, values, early, settings.ends
+    )
+    if allowed is not None:
+        bits = jnp.repeat(allowed, 32, axis=1)[:, : values.shape[1]]
+        place = jax.lax.broadcasted_iota(jnp.uint32, values.shape, 1) % 32
+        values = jnp.where((bits >> place) & 1 == 1, values, -jnp.inf)
+    top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
+    valid = jnp.isfinite(top)[:, 0]
+    columns = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    greedy = first_equal(values, top, columns)
+    is_drawn = settings.temperature > 0
+
+    def drawn(values: jax.Array) -> jax.Array:
+        keys = jax.random.wrap_key_data(settings.keys, impl="threefry2x32")
+        keys = jax.vmap(jax.random.fold_in)(keys, settings.numbers)
+        keys = row_keys(keys, None, positions, values.shape[0])
+        temperature = jnp.where(is_drawn, settings.temperature, 1.0)[:, None]
+        shifted = (values - jnp.where(jnp.isfinite(top), top, 0.0)) / temperature
+        of_rows = (settings.top_k, settings.top_p, settings.least)
+        found = choose_drawn(shifted, keys, *(a[:, None] for a in of_rows))
+        return jnp.where(is_drawn, found, greedy)
+
+    tokens = jax.lax.cond(jnp.any(is_drawn), drawn, lambda values: greedy, values)
+    tokens = jnp.where(valid, tokens, 0)
+    count = min(tops, logits.shape[1])
+    reported = jax.lax.cond(
+        jnp.any(settings.has_logprobs),
+        lambda: tuple(top_logprobs(logits, tokens, count)),
+        lambda: (
+            jnp.zeros(tokens.shape, jnp.float32),
+            jnp.zeros((*tokens.shape, count), jnp.int32),
+            jnp.zeros((*tokens.shape, count), jnp.float32),
+        ),
+    )
+    return Sampled(tokens, valid, *reported)
+
+
+def _adjusted(values: jax.Array, settings: RowSettings, words: Words, rows: jax.Array) -> jax.Array:
+    prompt, counts, bias = (jnp.take(a, rows, axis=0, mode="clip") for a in words)
+    found = penalised(
+        values + bias,
+        prompt,
+        counts,
+        settings.repetition_penalty[:, None],
+        settings.frequency_penalty[:, None],
+        settings.presence_penalty[:, None],
+    )
+    found = jnp.where(jnp.isneginf(bias), -jnp.inf, found)
+    return jnp.where(settings.has_words[:, None], found, values)
+
+
+def _without_ends(values: jax.Array, early: jax.Array, ends: jax.Array) -> jax.Array:
+    """The values with -inf for the tokens that end a text, in the rows whose answer is too short to end."""
+    row = jnp.arange(values.shape[0], dtype=jnp.int32)[:, None]
+    place = jnp.where(early[:, None] & (ends >= 0), ends, values.shape[1])
+    return values.at[row, place].set(-jnp.inf, mode="drop")

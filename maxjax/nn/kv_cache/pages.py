@@ -1,0 +1,178 @@
+"""PagedCache: a KV cache whose keys and values lie in pages of a pool that many sequences share.
+
+A page holds P consecutive tokens of one sequence, for all layers. The table of a sequence says which page of the pool
+holds its tokens ``m P`` to ``m P + P - 1``. So a sequence takes memory as it grows, sequences with an equal prefix
+share its pages, and a call may be for any of the sequences (W. Kwon et al., arXiv:2309.06180).
+
+Shapes: L layers, N pages, K KV heads, P tokens of a page, head dimension D; B sequences of a call, tables of M pages;
+R rows of recurrent states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...graph.placement.rows import total
+from ...rendering.rendered import Rendered, summary
+from ...rendering.row import Row, bytes_text
+from .kinds import KeysValues, Place, States
+from .recurrent import Recurrent
+from .slots import Latent, Slots
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class PagePool(Rendered):
+    """The memory that sequences share: pages of keys and values, and rows of recurrent states. A pytree.
+
+    Attributes:
+        states: by the name of the group of layers, keys and values ``[L, N, K, P, D]`` or recurrent states
+            ``[L, R, ...]``.
+
+    Example:
+        >>> groups = {"full": (2, KeysValues(1, 4), Place())}
+        >>> pool = PagePool.of(groups, pages=3, page_size=8, rows=1, dtype=jnp.float32)
+        >>> pool.pages, pool.page_size, pool.states["full"].keys.shape
+        (3, 8, (2, 3, 1, 8, 4))
+    """
+
+    states: Mapping[str, Slots | Latent | Recurrent]
+
+    @classmethod
+    def of(
+        cls,
+        groups: Mapping[str, tuple[int, KeysValues | States, Place]],
+        *,
+        pages: int,
+        page_size: int,
+        rows: int,
+        dtype: Any,
+        zeros: Any = jnp.zeros,
+    ) -> PagePool:
+        """An empty pool for the given groups of layers.
+
+        Args:
+            groups: by name, the number of layers, the kind of their state, and its Place.
+            pages, page_size, rows: sizes N, P and R.
+            dtype: dtype of keys and values: a float, or int8.
+            zeros: ``jnp.zeros``, or a function with its arguments that makes placeholders.
+        """
+        states: dict[str, Any] = {}
+        for name, (layers, kind, place) in groups.items():
+            count, size = (rows, 1) if isinstance(kind, States) else (pages, page_size)
+            if isinstance(
+                kind, KeysValues
+            ):  # a window is a matter of the mask: pages hold all tokens
+                kind = dataclasses.replace(kind, window=None)
+            states[name] = kind.make(layers, count, size, dtype, place, zeros)
+        return cls(states)
+
+    @property
+    def _tokens(self) -> Slots | Latent | None:
+        return next((s for s in self.states.values() if not isinstance(s, Recurrent)), None)
+
+    @property
+    def pages(self) -> int:
+        """The number N of pages; 0 if no layer has keys and values."""
+        return 0 if self._tokens is None else self._tokens.keys.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """The number P of tokens of a page; 0 if no layer has keys and values."""
+        return 0 if self._tokens is None else self._tokens.keys.shape[3]
+
+    def _mx_row(self) -> Row:
+        arrays = {
+            f"{name}{jax.tree_util.keystr(path)}": leaf
+            for name, state in self.states.items()
+            for path, leaf in jax.tree.leaves_with_path(state)
+        }
+        return total("PagePool", arrays)
+
+    def _mx_title(self, row: Row) -> str:
+        return f"PagePool({self.pages} pages of {self.page_size} tokens, {bytes_text(row.nbytes)})"
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """What a call of a language model needs of a pool: which pages and rows its B sequences have. A pytree.
+
+    ``model(ids, cache)`` takes it as it takes a ``KVCache``, inside of ``jax.jit``.
+
+    Attributes:
+        pool: the pool, with these sequences and others.
+        table: the pages of each sequence in their order, int32 ``[B, M]``; other numbers than 0 to N - 1 are no page.
+        lengths: number of stored tokens of each sequence, int32 ``[B]``.
+        rows: row of each sequence in the recurrent states, int32 ``[B]``; R for a sequence that is padding.
+        text_lengths: as in ``KVCache``: the length for which RoPE rotates the keys of each sequence, int32 ``[B]``;
+            None for models whose RoPE does not depend on it.
+        is_ragged: whether several sequences of the call are tokens of the same text, one after the other: each token
+            is then stored before any attends.
+    """
+
+    pool: PagePool
+    table: jax.Array
+    lengths: jax.Array
+    rows: jax.Array
+    text_lengths: jax.Array | None = None
+    is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        """Number B of sequences of the call."""
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number M · P of tokens of a sequence in this call."""
+        return self.table.shape[1] * max(self.pool.page_size, 1)
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The states by the name of the group: whole pools, and the recurrent states of the sequences of the call."""
+        return {
+            name: self._of_rows(state) if isinstance(state, Recurrent) else state
+            for name, state in self.pool.states.items()
+        }
+
+    def _of_rows(self, state: Recurrent) -> Recurrent:
+        """The states of the sequences; zeros for those without tokens, whose row had another one before."""
+
+        def take(array: jax.Array) -> jax.Array:
+            found = jnp.take(array, self.rows, axis=1, mode="clip")
+            new = (self.lengths == 0).reshape(1, -1, *(1,) * (array.ndim - 2))
+            return jnp.where(new, jnp.zeros_like(found), found)
+
+        return Recurrent({name: take(array) for name, array in state.arrays.items()})
+
+    def with_states(self, states: Mapping[str, Any], lengths: jax.Array) -> PagedCache:
+        """A copy with the states after a call, and other lengths."""
+        found = dict(self.pool.states)
+        for name, state in states.items():
+            if isinstance(state, Recurrent):
+                old = self.pool.states[name]
+                assert isinstance(old, Recurrent)
+                state = Recurrent(
+                    {
+                        key: old.arrays[key].at[:, self.rows].set(array, mode="drop")
+                        for key, array in state.arrays.items()
+                    }
+                )
+            found[name] = state
+        return dataclasses.replace(self, pool=PagePool(found), lengths=lengths)
+
+    def read_for(self, after: jax.Array) -> jax.Array:
+        """The lengths ``[B]`` for which RoPE is computed in a call after which sequences have ``after`` tokens."""
+        return after if self.text_lengths is None else self.text_lengths
+
+    def check_room(self, counts: Any) -> None:
+        """Nothing: who fills the table provides for room. Tokens without a page have logits of NaN."""

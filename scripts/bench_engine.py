@@ -1,0 +1,209 @@
+"""Many prompts: slots that are filled again (maxjax.Engine) against batches that end with their longest text.
+
+    python scripts/bench_engine.py                       # 512 prompts, 32 slots, a random Llama of 135 M
+    python scripts/bench_engine.py --prompts 64 --quick  # a tiny model, in seconds
+    python scripts/bench_engine.py --only prefix         # a common beginning of 1,024 tokens
+
+Lengths of prompts are log-normal (median 48, sigma 0.8, 4 to 512), those of answers too (median 32, sigma 1, 1 to 256);
+they are read from bench_engine.txt. An answer's length is the largest number of its tokens, which no scheduler looks at
+to decide which text is next. Both ways run in turns, in one process; printed are medians of ratios of pairs.
+
+batches  decode steps, CPU seconds of reading and of writing, tokens a second: engine over batches
+busy     share of the slots that write, until the last prompt has started and over all
+prefix   time to the first token of 64 prompts with a common beginning, second over first
+python   seconds of Python for a step of all slots, with a model of no size
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import random_llama
+
+import maxjax
+from maxjax.engine.batching.running import RunningText, running_text
+from maxjax.engine.batching.scheduler import ENDS, PAGE_SIZE, Scheduler
+from maxjax.engine.generate.batch import Batch, bucket
+from maxjax.engine.generate.request import Prompt, Request
+
+LENGTHS = Path(__file__).with_suffix(".txt")
+
+
+def lengths(count: int) -> list[tuple[int, int]]:
+    """The lengths of so many prompts and answers."""
+    rows = [line.split() for line in LENGTHS.read_text().splitlines() if not line.startswith("#")]
+    found = [(int(prompt), int(answer)) for prompt, answer in rows]
+    return [found[i % len(found)] for i in range(count)]
+
+
+class Times:
+    """Wall and CPU seconds, by a name."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+
+    def of(self, name: str, function: Any) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = function()
+        self.wall[name] = self.wall.get(name, 0) + time.perf_counter() - wall
+        self.cpu[name] = self.cpu.get(name, 0) + time.process_time() - cpu
+        return found
+
+
+class Timed(Scheduler):
+    """A scheduler that counts the seconds of reading and of writing."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.times = Times()
+
+    def _read(self) -> None:
+        self.times.of("read", super()._read)
+
+    def _write(self) -> None:
+        self.times.of("write", super()._write)
+
+
+def with_slots(model: Any, work: list[tuple[list[int], int]], slots: int) -> dict[str, float]:
+    """Each prompt as soon as a slot is free."""
+    pages = bucket(sum(sorted(-(-(len(p) + n) // PAGE_SIZE) for p, n in work)[-slots:]))
+    scheduler = Timed(model, slots, pages)
+    texts = [text_of(model, ids, n, i) for i, (ids, n) in enumerate(work)]
+    for text in texts:
+        scheduler.add(text)
+    began, started = time.perf_counter(), None
+    while scheduler.is_busy:
+        scheduler.step()
+        if started is None and not scheduler.waiting:
+            started = scheduler.steps, scheduler.busy_rows
+    taken, times = time.perf_counter() - began, scheduler.times
+    assert started is not None and all(text.error is None for text in texts)
+    scheduler.close()
+    tokens = sum(n for _, n in work)
+    return {
+        "seconds": taken, "tokens": tokens / taken, "steps": scheduler.steps, "read cpu": times.cpu["read"],
+        "write cpu": times.cpu["write"], "busy until the last start": started[1] / max(started[0] * slots, 1),
+        "busy": scheduler.busy_rows / (scheduler.steps * slots),
+    }  # fmt: skip
+
+
+def text_of(model: Any, ids: list[int], new: int, number: int) -> RunningText:
+    request = Request(model, None, new, None, (), None, {})
+    return running_text(request, Prompt(ids, None, False), None, number, ENDS, number=number)
+
+
+def in_batches(model: Any, work: list[tuple[list[int], int]], slots: int) -> dict[str, float]:
+    """Batches of prompts of similar length, each until its longest text has ended."""
+    order = sorted(range(len(work)), key=lambda i: len(work[i][0]))
+    times, steps = Times(), 0
+    began = time.perf_counter()
+    for start in range(0, len(order), slots):
+        part = [work[i] for i in order[start : start + slots]]
+        batch = Batch(model, [ids for ids, _ in part], [len(ids) + n for ids, n in part])
+        written = times.of("read", batch.prefill)
+        while not written.done.all():
+            written = times.of("write", lambda batch=batch: batch.fetch(batch.decode(8)))
+            steps += int(written.counts.max())
+        batch.close()
+    taken, tokens = time.perf_counter() - began, sum(n for _, n in work)
+    return {
+        "seconds": taken, "tokens": tokens / taken, "steps": steps, "read cpu": times.cpu["read"],
+        "write cpu": times.cpu["write"],
+    }  # fmt: skip
+
+
+def batches(model: Any, options: argparse.Namespace) -> None:
+    rng = np.random.default_rng(0)
+    work = [
+        (rng.integers(0, model.config.vocab_size, prompt).tolist(), answer)
+        for prompt, answer in lengths(options.prompts)
+    ]
+    few = work[: 2 * options.slots]
+    with_slots(model, few, options.slots), in_batches(model, work, options.slots)  # compile
+    pairs = []
+    for number in range(options.pairs):
+        ways = [with_slots, in_batches][:: 1 if number % 2 else -1]
+        found = {way: way(model, work, options.slots) for way in ways}
+        pairs.append((found[with_slots], found[in_batches]))
+        print({k: round(v, 3) for k, v in pairs[-1][0].items()})
+        print({k: round(v, 3) for k, v in pairs[-1][1].items()}, flush=True)
+    print(f"{options.prompts} prompts, {options.slots} slots: slots filled again over batches")
+    for name in ("steps", "read cpu", "write cpu", "tokens"):
+        ratio = statistics.median(a[name] / b[name] for a, b in pairs)
+        print(f"  {name:10} {ratio:.2f}")
+    for name in ("busy until the last start", "busy"):
+        print(f"  {name}: {statistics.median(a[name] for a, _ in pairs):.1%}")
+
+
+def prefix(model: Any, options: argparse.Namespace) -> None:
+    rng = np.random.default_rng(1)
+    size = model.config.vocab_size
+    ratios = []
+    for number in range(options.pairs + 1):
+        common = rng.integers(0, size, 1024).tolist()
+        prompts = [[*common, *rng.integers(0, size, 16).tolist()] for _ in range(64)]
+        with maxjax.Engine(model, None, slots=options.slots, cache_bytes=None) as engine:
+            first = []
+            for prompt in prompts[:2]:
+                began = time.perf_counter()
+                engine.submit(prompt, max_new_tokens=1).result()
+                first.append(time.perf_counter() - began)
+            if number:  # the first one compiles
+                ratios.append(first[1] / first[0])
+    print(f"prefix     second over first: {statistics.median(ratios):.3f}")
+
+
+def python(options: argparse.Namespace) -> None:
+    config = maxjax.models.LlamaConfig(64, 8, 8, num_hidden_layers=1, num_attention_heads=1)
+    model = maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
+    scheduler = Scheduler(model, options.slots, options.slots * 8)
+    scheduler._count = 1
+    for i in range(options.slots):
+        scheduler.add(text_of(model, [1, 2, 3], 400, i))
+    scheduler.step()
+    seconds = []
+    for _ in range(100):
+        scheduler._count = 1
+        began = time.perf_counter()
+        scheduler.step()
+        seconds.append(time.perf_counter() - began)
+    print(
+        f"python     a step of {options.slots} slots: {1e3 * statistics.median(seconds):.2f} ms, the model included"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--type", default="BF16", choices=random_llama.DTYPES)
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--only", choices=("batches", "prefix", "python"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        size = random_llama.SIZES["tiny" if options.quick else "135m"]
+        model, _ = maxjax.load(random_llama.write_hf(place, size, options.type))
+        if options.only in (None, "batches"):
+            batches(model, options)
+        if options.only in (None, "prefix"):
+            prefix(model, options)
+    if options.only in (None, "python"):
+        python(options)
+
+
+if __name__ == "__main__":
+    main()
