@@ -141,6 +141,18 @@ def test_latent(is_int8):
     same(given | LATENT)
 
 
+@pytest.mark.parametrize("lengths", [(37,), (37, -1, -1), (18, 3, -1)], ids=str)
+def test_results_do_not_depend_on_other_sequences_and_pages(lengths):
+    """In every bit: how the work is divided between threads does not change a sum."""
+    more = (*lengths[:1], *range(39, 39 - 12, -1))
+    given = contiguous(more, slots=40, heads=22, kv_heads=1, width=64)
+    run = jax.jit(functools.partial(decode_attention, sliding_window=30))
+    wanted, *_ = run(**paged(given, table_of(13, 10)))
+    fewer = {name: a[: len(lengths)] for name, a in given.items()} | {"lengths": np.array(lengths)}
+    found, *_ = run(**paged(fewer, table_of(len(lengths), 10)))
+    assert np.asarray(found[0]).tobytes() == np.asarray(wanted[0]).tobytes()
+
+
 def test_one_layer_without_its_axis():
     given, table = contiguous(), table_of(4)
     there = paged(given, table)

@@ -4,8 +4,6 @@
 
 namespace {
 
-constexpr int kQueries = 4;
-
 inline vec capped(vec s, float cap) {
   // tanh(y) = (1 - e) / (1 + e) with e = exp(-2 |y|), and the sign of y
   const vec y = mul(s, all(1.0f / cap));
@@ -168,7 +166,7 @@ void attend_group(const Attend& part, int64_t first) {
 template <class T>
 void attend_as(const Attend& part) {
   int64_t g = 0;
-  for (; g + kQueries <= part.queries; g += kQueries) attend_group<T, kQueries>(part, g);
+  for (; g + maxjax::kQueries <= part.queries; g += maxjax::kQueries) attend_group<T, maxjax::kQueries>(part, g);
   switch (part.queries - g) {
     case 3:
       return attend_group<T, 3>(part, g);
@@ -192,7 +190,7 @@ void combine_group(const Combined& of, int64_t first) {
 template <class T>
 void combine_as(const Combined& of) {
   int64_t t = 0;
-  for (; t + kQueries <= of.tokens; t += kQueries) combine_group<T, kQueries>(of, t);
+  for (; t + maxjax::kQueries <= of.tokens; t += maxjax::kQueries) combine_group<T, maxjax::kQueries>(of, t);
   for (; t < of.tokens; t++) combine_group<T, 1>(of, t);
 }
 

@@ -217,9 +217,6 @@ struct Rope {
 // Less work than this many elements is done before another thread would start.
 constexpr int64_t kLeastWork = 4096;
 
-// Query heads of a KV head that one thread computes at least.
-constexpr int64_t kSharers = 4;
-
 // Where the tokens of the sequences are in one layer of a cache [B, K, S, D], or with `table` in a pool of pages
 // [N, K, P, D]: in blocks of S or of P rows.
 struct Places {
@@ -442,9 +439,10 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const auto of_part = [&](int64_t i) { return sums + i * group * (stride + 2); };
   const int64_t bytes = 2 * int64_t(parts.size()) * kPart * depth * item;
   const int64_t threads = bytes < kChunkBytes ? 1 : pool.num_threads();
-  // Where there are fewer parts than threads and many query heads share each, these are divided too.
-  const int64_t few = most(1, least(2 * threads / most(1, parts.size()), group / kSharers));
-  const int64_t sharers = (group + few - 1) / few;
+  // Where there are fewer parts than threads and many query heads share each, these are divided too, so that the
+  // same heads are always computed together: a result does not depend on the other sequences.
+  const int64_t few = most(1, least(2 * threads / most(1, parts.size()), group / kQueries));
+  const int64_t sharers = ((group + few - 1) / few + kQueries - 1) / kQueries * kQueries;
   const bool has_slopes = slopes.element_count() != 0;
   parallel(pool, parts.size() * few, threads, [&](int64_t i) {
     const Part& part = parts[i / few];

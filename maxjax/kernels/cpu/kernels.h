@@ -180,6 +180,9 @@ constexpr int64_t kTiledFrom = 4;
 // Up to this number of tokens each row of weights is read once and used for all tokens.
 constexpr int64_t kFew = 16;
 
+// The number of query heads of a KV head that `attend` computes together, and of tokens in `combine`.
+constexpr int kQueries = 4;
+
 // The maximum number of tokens in one call of `attend`, and of rows in one of `combine`.
 constexpr int64_t kPart = 256;
 
