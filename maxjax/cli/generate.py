@@ -19,7 +19,7 @@ from .model import (
     system_message,
     template_variables,
 )
-from .options import file_path, setting
+from .options import file_path, positive, setting, size
 from .tables import json_line
 from .terminal import decoded
 
@@ -42,6 +42,16 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logprobs", type=setting("logprobs"), metavar="N",
                         help="with --json: log-probabilities, also of the N most probable tokens")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    job = parser.add_argument_group("many prompts")
+    job.add_argument("--input", type=file_path, metavar="FILE",
+                     help='answer each line: a JSON text, or an object with "prompt", "messages" or'
+                     ' "tokens"')  # fmt: skip
+    job.add_argument("--output", metavar="FILE",
+                     help="append a line of JSON for each answer; after an interrupt, run it again")  # fmt: skip
+    job.add_argument("--slots", type=positive, metavar="N",
+                     help="answers that are written at once (default: 32)")  # fmt: skip
+    job.add_argument("--cache-bytes", type=size, metavar="SIZE",
+                     help="size of the cache on each device, as 8GiB (default: 2,048 tokens a slot)")  # fmt: skip
 
 
 def generate(options: argparse.Namespace) -> Iterable[str]:
@@ -49,14 +59,19 @@ def generate(options: argparse.Namespace) -> Iterable[str]:
 
     A model without a chat template continues the text of PROMPT, as every model does with --raw.
     """
-    prompt = _prompt(options)
+    is_job = options.input is not None or options.output is not None
+    if is_job:
+        _check_job(options)
+    elif options.slots is not None or options.cache_bytes is not None:
+        options.error("--slots and --cache-bytes are for --input and --output")
+    prompt = "" if is_job else _prompt(options)
     if options.logprobs is not None and not options.json:
         options.error("--logprobs needs --json")
     if options.chat is False and (options.template_arg or options.system is not None):
         given = "--template-arg" if options.template_arg else "--system"
         options.error(f"{given} cannot be given with --raw: only a chat has a template")
     values = sampling_values(options)
-    return _generate(options, prompt, values)
+    return _run_job(options, values) if is_job else _generate(options, prompt, values)
 
 
 def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) -> list[str]:
@@ -83,6 +98,46 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
     if answer.stopped:
         raise KeyboardInterrupt
     return [_json(answer.completion, seed)] if options.json else []
+
+
+# --- many prompts ---------------------------------------------------------------------------
+
+
+def _check_job(options: argparse.Namespace) -> None:
+    if options.input is None or options.output is None:
+        options.error("--input and --output belong together")
+    if options.prompt or options.file is not None:
+        options.error("a prompt and --input are both given: leave one out")
+    for name in ("json", "stats", "system", "logprobs", "debug_nans"):
+        if getattr(options, name, None):
+            options.error(f"--{name.replace('_', '-')} cannot be given with --input")
+
+
+def _run_job(options: argparse.Namespace, values: dict[str, Any]) -> list[str]:
+    opened = open_model(options)
+    from ..engine.batching.engine import Engine
+    from ..engine.batching.job import run_job
+    from ..engine.generate.request import Request
+
+    settings = {
+        "max_new_tokens": options.max_new_tokens, "stop": options.stop, "chat": options.chat, **values,
+        "template_kwargs": template_variables(options, opened.tokenizer),
+    }  # fmt: skip
+    request = Request(
+        opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values,
+        options.chat, settings["template_kwargs"],
+    )  # fmt: skip
+    _, key = chosen_key(options, request.sampling)
+    engine = Engine(
+        opened.model, opened.tokenizer, slots=options.slots or 32, cache_bytes=options.cache_bytes,
+        chunk=options.chunk, cache_dtype=options.cache_dtype,
+    )  # fmt: skip
+    with engine:
+        done = run_job(engine, options.input, options.output, key=key, **settings)
+    before = f", {done.before:,} were there" if done.before else ""
+    rate = done.tokens / max(done.seconds, 1e-3)
+    say([f"{done.answers:,} answers, {done.errors:,} errors{before}; {rate:,.0f} tokens a second"])
+    return []
 
 
 # --- the prompt -----------------------------------------------------------------------------

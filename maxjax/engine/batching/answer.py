@@ -29,6 +29,7 @@ class Answer:
         self._wake, self._pieces, self._is_done = wake, [], False
         self._changed = threading.Condition()
         self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
+        self._callbacks: list[Callable[[Answer], None]] = []
         self._text: RunningText | None = None
 
     def _begin(self, text: RunningText) -> None:
@@ -44,7 +45,10 @@ class Answer:
         """Learns from the engine's thread that the answer has ended."""
         with self._changed:
             self._is_done = True
+            callbacks, self._callbacks = self._callbacks, []
         self._notify()
+        for function in callbacks:
+            function(self)
 
     def _notify(self) -> None:
         with self._changed:
@@ -79,6 +83,17 @@ class Answer:
             if not self._changed.wait_for(lambda: self._is_done, timeout):
                 raise TimeoutError(f"the answer has not ended within {timeout} seconds")
         return self._end()
+
+    def add_done_callback(self, function: Callable[[Answer], None]) -> None:
+        """Has a function called with this answer when it has ended; at once if it has.
+
+        It is called in the engine's thread, so it must be short.
+        """
+        with self._changed:
+            if not self._is_done:
+                self._callbacks.append(function)
+                return
+        function(self)
 
     def cancel(self) -> None:
         """Ends the answer where it is: :meth:`result` is what was written before. Others go on."""

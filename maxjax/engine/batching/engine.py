@@ -89,7 +89,7 @@ class Engine:
                 "an Engine is for a model of one process; several processes call maxjax.generate together"
             )
         self.model, self.tokenizer = model, tokenizer
-        checked_integer("slots", slots)
+        self.slots = checked_integer("slots", slots)
         if checked_integer("chunk", chunk) & (chunk - 1) or chunk < 16:
             raise UserInputError(f"chunk is {chunk}: it must be a power of two of at least 16")
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)

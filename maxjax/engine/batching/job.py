@@ -1,0 +1,215 @@
+"""``run_job``: answers the prompts of a file of JSON lines, and writes a line for each answer.
+
+A job that is killed and run again goes on where it was: no line is lost or written twice. Memory does not grow with
+the number of prompts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import queue
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from ...errors import UserInputError, first_line, shown
+from ...progress import Task, task
+from .answer import Answer
+from .engine import Engine
+
+_KINDS = ("prompt", "messages", "tokens")
+
+
+class JobResult(NamedTuple):
+    """What a job has done.
+
+    Attributes:
+        answers, errors: number of prompts that were answered, and of those that could not be.
+        before: number of prompts that earlier runs had written.
+        tokens: number of tokens of the answers.
+        seconds: time of this run.
+    """
+
+    answers: int
+    errors: int
+    before: int
+    tokens: int
+    seconds: float
+
+
+class _Line(NamedTuple):
+    number: int
+    prompt: Any
+    known: Mapping[str, Any]
+    error: str | None
+
+
+def run_job(
+    engine: Engine, source: str | os.PathLike[str], target: str | os.PathLike[str], **settings: Any
+) -> JobResult:
+    """Answers the prompts of a file, and appends a line to another one as each answer ends.
+
+    Each line of ``source`` is a JSON text, or an object with "prompt" (a text), "messages" (a chat) or "tokens" (token
+    ids), and perhaps with an "id" of any value. Each line of ``target`` is an object with "index", the number of the
+    prompt's line from 0 on, its "id" if it has one, and "text", "finish_reason", "prompt_tokens" and "tokens" (numbers
+    of tokens), or "error". Blank lines are skipped. Lines come in the order in which answers end.
+
+    Args:
+        engine: the engine.
+        source: path of the prompts.
+        target: path of the answers. Prompts whose answer is there are not answered again; a line at its end that was
+            cut is.
+        settings: arguments of :meth:`Engine.submit` for all prompts. Each prompt has its own random key, made of
+            ``key`` and its index.
+
+    Raises:
+        UserInputError: a file cannot be opened, ``target`` is not the result of such a job, or another process is
+            writing it.
+
+    Example:
+        >>> import maxjax, tempfile
+        >>>         >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "in.jsonl").write_text('"What is 2 + 3?"\\n{"prompt": "What is 1 + 1?", "id": "b"}\\n')
+        >>> with maxjax.Engine(*maxjax.load("tiny"), slots=2) as engine:
+        ...     run_job(engine, folder / "in.jsonl", folder / "out.jsonl").answers
+        2
+        >>> sorted((folder / "out.jsonl").read_text().splitlines())[1]
+        '{"index": 1, "id": "b", "text": "1 + 1 = 2", "finish_reason": "stop", "prompt_tokens": 7, "tokens": 8}'
+    """
+    began = time.monotonic()
+    try:
+        total = _line_count(source)
+        file = open(target, "a+b", buffering=0)
+    except OSError as error:
+        raise UserInputError(f"{error.filename}: {error.strerror}") from error
+    with file, task("generating", total, unit=" texts") as progress:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserInputError(f"{target}: another process is writing it") from error
+        done = _written(file, target)
+        before = len(done)
+        progress.add(before)
+        job = _Job(engine, file, progress, settings)
+        for line in _lines(source):
+            if line.number not in done:
+                job.start(line)
+        job.finish()
+        os.fsync(file.fileno())
+    return JobResult(job.answers, job.errors, before, job.tokens, time.monotonic() - began)
+
+
+class _Job:
+    """The answers that are being written, never many more than the engine has slots."""
+
+    def __init__(self, engine: Engine, file: Any, progress: Task, settings: Mapping[str, Any]):
+        self._engine, self._file, self._progress, self._settings = engine, file, progress, settings
+        self._ended: queue.SimpleQueue[tuple[_Line, Answer]] = queue.SimpleQueue()
+        self._open, self._most = 0, 2 * engine.slots
+        self._began = time.monotonic()
+        self.answers = self.errors = self.tokens = 0
+
+    def start(self, line: _Line) -> None:
+        """Puts a prompt into the engine, once there is room."""
+        while self._open >= self._most:
+            self._write_next()
+        if line.error is not None:
+            return self._write(line, {"error": line.error})
+        settings = dict(self._settings)
+        if settings.get("key") is not None:
+            settings["key"] = jax.random.fold_in(settings["key"], line.number)
+        try:
+            answer = self._engine.submit(line.prompt, **settings)
+        except (UserInputError, TypeError) as error:
+            return self._write(line, {"error": first_line(error)})
+        self._open += 1
+        answer.add_done_callback(lambda one: self._ended.put((line, one)))
+
+    def finish(self) -> None:
+        """Waits for all answers."""
+        while self._open:
+            self._write_next()
+
+    def _write_next(self) -> None:
+        line, answer = self._ended.get()
+        self._open -= 1
+        try:
+            found = answer.result()
+        except FloatingPointError as error:
+            return self._write(line, {"error": first_line(error)})
+        self.answers += 1
+        self.tokens += len(found.tokens)
+        rate = self.tokens / max(time.monotonic() - self._began, 1e-3)
+        self._progress.note = f"{rate:,.0f} tokens a second"
+        self._write(line, {
+            "text": str(found), "finish_reason": found.finish_reason, "prompt_tokens": len(found.prompt_tokens),
+            "tokens": len(found.tokens),
+        })  # fmt: skip
+
+    def _write(self, line: _Line, found: Mapping[str, Any]) -> None:
+        self.errors += "error" in found
+        text = json.dumps({"index": line.number, **line.known, **found}, ensure_ascii=False)
+        # One call for the whole line: what a kill leaves is lines, or at worst a part of the last one.
+        self._file.write(text.encode("utf-8", "backslashreplace") + b"\n")
+        self._progress.add(1)
+
+
+def _line_count(path: str | os.PathLike[str]) -> int:
+    with open(path, "rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _lines(path: str | os.PathLike[str]) -> Iterator[_Line]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file):
+            if line.strip():
+                yield _read_line(number, line)
+
+
+def _read_line(number: int, line: bytes) -> _Line:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return _Line(number, None, {}, f"the line is not JSON: {first_line(error)}")
+    if isinstance(found, str):
+        return _Line(number, found, {}, None)
+    if not isinstance(found, dict):
+        return _Line(number, None, {}, f"the line is neither a text nor an object: {shown(found)}")
+    known = {"id": found["id"]} if "id" in found else {}
+    unknown = sorted(found.keys() - {*_KINDS, "id"})
+    given = [kind for kind in _KINDS if kind in found]
+    if unknown or len(given) != 1:
+        problem = f"it has {', '.join(sorted(map(shown, found)))}"
+        return _Line(
+            number,
+            None,
+            known,
+            f"an object has one of {', '.join(_KINDS)}, and perhaps id: {problem}",
+        )
+    return _Line(number, found[given[0]], known, None)
+
+
+def _written(file: Any, path: str | os.PathLike[str]) -> set[int]:
+    """The indices of the lines in the file of answers; a line at its end without a newline is removed."""
+    file.seek(0)
+    done: set[int] = set()
+    end = 0
+    for line in open(file.fileno(), "rb", closefd=False):
+        if not line.endswith(b"\n"):
+            break
+        end += len(line)
+        try:
+            number = json.loads(line)["index"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            number = None
+        if type(number) is not int:
+            raise UserInputError(
+                f"{path} exists, and is not the result of such a job: {shown(line)}"
+            )
+        done.add(number)
+    file.truncate(end)
+    return done
