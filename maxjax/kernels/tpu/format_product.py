@@ -6,7 +6,8 @@ The kernel takes stacks, and for each block the index of its weight, so that not
 Numbers of a few bits are stored in words, or bytes, of P numbers each. Instead of putting the numbers of a tile in
 order, which registers cannot do quickly, the kernel takes the P *planes* of the words one after the other: plane p has
 number p of each word. If words hold consecutive columns, the columns of the activations are divided into planes as
-well; if they hold rows of the weight, the result is.
+well; if they hold rows of the weight, the result is. Only words of eight or sixteen columns that run along the
+sublanes of registers are put in order: each is repeated in as many sublanes, which costs nothing.
 
 Every format becomes ``number · scale + offset``, with one scale and offset for each row and group of columns.
 These are small, so XLA computes them from the file's tensors before; scales of 8 bits the kernel widens itself.
@@ -35,6 +36,8 @@ from ..formats import AWQ_ORDER, E2M1, QuantLayout, unpacked
 from ..pallas import result
 from .mosaic import LANES
 
+# The rows of a register.
+_SUBLANES = 8
 # The most rows of a block, and the most rows and columns of a tile of a weight.
 _MOST_ROWS = 1024
 _ROWS, _COLUMNS = 256, 1024
@@ -64,6 +67,9 @@ class Planes(NamedTuple):
         tables: float32 ``[B, n]``, n at most 256.
         factor: float32 ``[B]``, by which results are multiplied, or None.
         index: index of the group of each column, int32 ``[B, I]``; None if groups are consecutive columns.
+        zeros: words of the zero points of consecutive rows, int32 ``[B, G, O / numbers in a word]``, or None.
+        zero: function from the bits of zero points, int32, to float32.
+        in_order: whether the numbers of words are put in order, and are then one plane.
     """
 
     words: str
@@ -80,6 +86,9 @@ class Planes(NamedTuple):
     tables: tuple[Any, ...] = ()
     factor: Any = None
     index: Any = None
+    zeros: Any = None
+    zero: Callable[[Any], Any] | None = None
+    in_order: bool = False
 
 
 def _unsigned(less: int, q: Any) -> Any:
@@ -145,11 +154,15 @@ def _pack_quantized(layout: QuantLayout, small: Any, bits: int, group: int) -> P
 def _gptq(
     layout: QuantLayout, small: Any, bits: int, group: int, offset: int, ordered: bool
 ) -> Planes:
-    scale = small["scales"].astype(jnp.float32)
-    zero = jnp.mod(unpacked(small["qzeros"], bits, 2, layout.out_dim) + offset, 2.0**bits)
     number, order = functools.partial(_unsigned, 0), tuple(range(32 // bits))
-    planes = Planes("qweight", bits, order, False, True, number, group, scale, -zero * scale)
-    return planes._replace(index=small["g_idx"] if ordered else None)
+    scale, zero = small["scales"].astype(jnp.float32), functools.partial(_plus, offset, bits)
+    index = small["g_idx"] if ordered else None
+    planes = Planes("qweight", bits, order, False, True, number, group, scale, index=index)
+    return planes._replace(zeros=small["qzeros"], zero=zero)
+
+
+def _plus(more: int, bits: int, q: Any) -> Any:
+    return ((q + more) & (2**bits - 1)).astype(jnp.float32)
 
 
 def _awq(layout: QuantLayout, small: Any, group: int) -> Planes:
@@ -364,7 +377,8 @@ def kernel(
 
     layout = layout.of_part(tensors)
     names = [one.name for one in layout.tensors]
-    first, known = names[0], jnp.maximum(owner, 0)
+    first = names[0]
+    known = jnp.where(owner < 0, jnp.maximum(jnp.max(owner), 0), owner)
     places = jnp.broadcast_to(jnp.asarray(places, jnp.int32), (len(names),))
     small = {name: tensors[name][known + places[i]] for i, name in enumerate(names) if i}
     planes = _FORMATS[layout.format](layout, small, **dict(layout.options))
@@ -376,13 +390,17 @@ def kernel(
         # XLA lays out such an array with the other axis last in memory, where registers are padded less.
         stored = stored.swapaxes(1, 2)
         planes = planes._replace(is_turned=not planes.is_turned)
+    if planes.is_turned and not planes.by_rows and len(planes.order) % _SUBLANES == 0:
+        planes = planes._replace(order=(0,), in_order=True)
     (blocks, count, inner), out = x.shape, layout.out_dim
     parts = len(planes.order)
     of_rows, of_columns = (parts, 1) if planes.by_rows else (1, parts)
     steps, wide = inner // tiles.columns, out // of_rows
+    # The columns of a plane in a tile.
+    columns = tiles.columns if planes.in_order else tiles.words
 
     def in_planes(a: jax.Array) -> jax.Array:
-        """``[..., in]`` → ``[..., planes of columns, words]``."""
+        """``[..., in]`` → ``[..., planes of columns, columns of a plane]``."""
         if planes.scale is None:
             return _in_blocks(a)
         a = a.reshape(*a.shape[:-1], inner // of_columns, of_columns).swapaxes(-1, -2)
@@ -402,46 +420,55 @@ def kernel(
 
     by_groups = (planes.scale, planes.more, planes.offset)
     small_blocks = [grouped(a) for a in by_groups if a is not None]
+    zeros = [] if planes.zeros is None else [planes.zeros]
+    zeros = [a.reshape(len(a), -1, tiles.groups, a.shape[-1]) for a in zeros]
     whole = () if planes.factor is None else (planes.factor[:, None],)
     tables = [in_lanes(a.astype(jnp.float32)) for a in (*planes.tables, *whole)]
     # The tiles in a group.
     in_group = max(1, planes.group // tiles.columns) if planes.index is None else steps
     index = [] if planes.index is None else [in_planes(planes.index)]
     last = len((*small_blocks, *tables)[0]) - 1
+    grid = blocks, -(-wide // tiles.rows), steps
 
-    def of_words(b: Any, i: Any, j: Any, owner: Any) -> Any:
-        place = owner[jnp.minimum(b, owner.shape[0] - 1)]
-        return (place, j, i) if planes.is_turned else (place, i, j)
+    def spec(shape: tuple[int, ...], place: Callable[..., Any]) -> Any:
+        """A tile for each program; all programs of blocks without a weight have one tile, which is then read once."""
 
-    def of_small(b: Any, i: Any, j: Any, owner: Any) -> Any:
+        def index_of(b: Any, i: Any, j: Any, owner: Any) -> Any:
+            own = owner[jnp.minimum(b, owner.shape[0] - 1)]
+            at = [jnp.where(own < 0, n - 1, a) for a, n in zip((b, i, j), grid, strict=True)]
+            return place(jnp.where(own < 0, -1 - own, own), *at)
+
+        return pl.BlockSpec((1, *shape), index_of)
+
+    def of_words(own: Any, b: Any, i: Any, j: Any) -> Any:
+        return (own, j, i) if planes.is_turned else (own, i, j)
+
+    def of_small(own: Any, b: Any, i: Any, j: Any) -> Any:
         return jnp.minimum(b, last), 0, jax.lax.div(j, in_group), 0, i
 
-    def of_table(b: Any, i: Any, j: Any, owner: Any) -> Any:
+    def of_zeros(own: Any, b: Any, i: Any, j: Any) -> Any:
+        return jnp.minimum(b, last), jax.lax.div(j, in_group), 0, 0
+
+    def of_index(own: Any, b: Any, i: Any, j: Any) -> Any:
+        return jnp.minimum(b, last), 0, j
+
+    def of_table(own: Any, b: Any, i: Any, j: Any) -> Any:
         return jnp.minimum(b, last), 0, 0
 
     tile = (tiles.words, tiles.rows) if planes.is_turned else (tiles.rows, tiles.words)
-    small_tile = (1, of_rows, 1, tiles.groups, tiles.rows)
+    program = jax.tree.map(lambda a: isinstance(a, jax.Array) or a, planes)
     call = pl.pallas_call(
-        functools.partial(
-            _program, jax.tree.map(lambda a: isinstance(a, jax.Array) or a, planes), tiles, x.dtype
-        ),
+        functools.partial(_program, program, tiles, x.dtype),
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(blocks, -(-wide // tiles.rows), steps),
+            grid=grid,
             in_specs=[
-                pl.BlockSpec(
-                    (1, of_columns, count, tiles.words), lambda b, i, j, owner: (b, 0, 0, j)
-                ),
-                pl.BlockSpec((1, *tile), of_words),
-                *(pl.BlockSpec(small_tile, of_small) for _ in small_blocks),
-                *(
-                    pl.BlockSpec(
-                        (1, of_columns, tiles.words),
-                        lambda b, i, j, owner: (jnp.minimum(b, last), 0, j),
-                    )
-                    for _ in index
-                ),
-                *(pl.BlockSpec((1, *a.shape[1:]), of_table) for a in tables),
+                spec((of_columns, count, columns), lambda own, b, i, j: (b, 0, 0, j)),
+                spec(tile, of_words),
+                *(spec((of_rows, 1, tiles.groups, tiles.rows), of_small) for _ in small_blocks),
+                *(spec((1, *a.shape[2:]), of_zeros) for a in zeros),
+                *(spec((of_columns, columns), of_index) for _ in index),
+                *(spec(a.shape[1:], of_table) for a in tables),
             ],
             out_specs=pl.BlockSpec(
                 (1, of_rows, count, tiles.rows), lambda b, i, j, owner: (b, 0, 0, i)
@@ -454,7 +481,9 @@ def kernel(
     )
     if not interpret:  # otherwise XLA may copy a small stack, with all layers, to VMEM
         stored = tpu.with_memory_space_constraint(stored, tpu.HBM)
-    y = call(known + places[0], x, stored, *small_blocks, *index, *tables)
+    at = known + places[0]
+    at = jnp.where(owner < 0, -1 - at, at)
+    y = call(at, x, stored, *small_blocks, *zeros, *index, *tables)
     back = np.argsort(np.array(planes.order)) if of_rows > 1 else np.array([0])
     return y[:, back].transpose(0, 2, 3, 1).reshape(blocks, count, out)
 
@@ -470,89 +499,135 @@ def _program(
     from jax.experimental import pallas as pl
 
     *operands, y, sums = refs
-    given: Any = iter(operands)
-    by_groups = (planes.scale, planes.more, planes.offset)
-    scales, more, offsets = ([] if a is None else [next(given)] for a in by_groups)
-    words_along = 0 if planes.is_turned else 1
-    index = None if planes.index is None else next(given)
-    tables = [next(given)[0] for _ in planes.tables]
-    step = pl.program_id(2)
+    block, tile, step = map(pl.program_id, range(3))
+    own = owner[jnp.minimum(block, owner.shape[0] - 1)]
 
     @pl.when(step == 0)
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
-    stored = words[0]
-    for p in range(len(planes.order)):
-        q = stored
-        if len(planes.order) > 1:
-            is_word = q.dtype.itemsize == 4
-            q = jax.lax.bitcast_convert_type(q, jnp.int32) if is_word else q.astype(jnp.int32)
-            q = jax.lax.shift_right_logical(q, jnp.int32(p * planes.bits)) & (2**planes.bits - 1)
-        numbers = _looked_up(q, tables[0]) if planes.number is None else planes.number(q)
-        row = p if planes.by_rows else 0
-        places = _places(planes, tiles, None if index is None else index[0, p : p + 1])
-        if planes.scale is None:
-            scale, *of_scale = [_firsts(stored, tiles, words_along)]
-        else:
-            scale, *of_scale = (a[0, row, 0] for a in (*scales, *more))  # [groups, rows]
-        if planes.widen is not None:
-            scale = planes.widen(tables, scale, *of_scale)
-        weights = numbers * _spread(scale, places, planes)
-        for one in offsets:
-            weights = weights + _spread(one[0, row, 0], places, planes)
-        sums[row] += jax.lax.dot_general(
-            x[0, 0 if planes.by_rows else p], weights.astype(dtype), (((1,), (words_along,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
+    @pl.when(own >= 0)
+    def _() -> None:
+        for p in range(len(planes.order)):
+            weights = _weights(planes, tiles, p, tile, words[0], operands).astype(dtype)
+            row, column = (p, 0) if planes.by_rows else (0, p)
+            axis = 0 if planes.is_turned else 1
+            sums[row] += jax.lax.dot_general(
+                x[0, column], weights, (((1,), (axis,)), ((), ())),
+                precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
-        factor = 1 if planes.factor is None else next(given)[:, :1, :1]
+        factor = 1 if planes.factor is None else operands[-1][:, :1, :1]
         y[0] = (sums[...] * factor).astype(y.dtype)
+
+
+def _weights(
+    planes: Planes, tiles: _Tiles, p: int, tile: Any, words: Any, operands: Sequence[Any]
+) -> Any:
+    """Plane p of a tile of the weight, in float32 and in the axes of the words."""
+    given: Any = iter(operands)
+    by_groups = (planes.scale, planes.more, planes.offset, planes.zeros, planes.index)
+    scales, more, offsets, zeros, index = ([] if a is None else [next(given)] for a in by_groups)
+    tables = [next(given)[0] for _ in planes.tables]
+    row = p if planes.by_rows else 0
+    q = words
+    if len(planes.order) > 1 or planes.in_order:
+        is_word = q.dtype.itemsize == 4
+        q = jax.lax.bitcast_convert_type(q, jnp.int32) if is_word else q.astype(jnp.int32)
+        q = _in_order(q, planes.bits) if planes.in_order else _bits(q, planes.bits, p)
+    numbers = _looked_up(q, tables[0]) if planes.number is None else planes.number(q)
+    columns = tiles.columns if planes.in_order else tiles.words
+    places = _places(planes, tiles.groups, columns, *(a[0, p : p + 1] for a in index))
+    if planes.scale is None:
+        scale = _firsts(words, tiles, 0 if planes.is_turned else 1)
+    else:
+        scale = scales[0][0, row, 0]  # [groups, rows]
+    if planes.widen is not None:
+        scale = planes.widen(tables, scale, *(a[0, row, 0] for a in more))
+    weights = numbers * _spread(scale, places, planes)
+    for one in offsets:
+        weights = weights + _spread(one[0, row, 0], places, planes)
+    for one in zeros:
+        assert planes.zero is not None
+        zero = planes.zero(_of_rows(one[0, 0], planes.bits, tile * tiles.rows, tiles.rows))
+        weights = weights - _spread(zero * scale, places, planes)
+    return weights
+
+
+def _bits(words: Any, bits: int, place: Any) -> Any:
+    """The numbers at one place of words, int32."""
+    return jax.lax.shift_right_logical(words, jnp.int32(bits * place)) & (2**bits - 1)
+
+
+def _in_order(words: Any, bits: int) -> Any:
+    """The numbers of words of consecutive columns, in order: int32 ``[words, rows]`` → ``[columns, rows]``."""
+    count, rows = words.shape
+    shape = count, 32 // bits, rows
+    places = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    repeated = jnp.broadcast_to(words[:, None, :], shape)
+    found = jax.lax.shift_right_logical(repeated, places * bits) & (2**bits - 1)
+    return found.reshape(-1, rows)
+
+
+def _of_rows(words: Any, bits: int, start: Any, rows: int) -> Any:
+    """The numbers of words of consecutive rows, from a row on: int32 ``[groups, words]`` → ``[groups, rows]``.
+
+    A matmul with zeros and ones puts the byte that has the number of a row in its place.
+    """
+    each = (32 // bits).bit_length() - 1
+    shape = words.shape[-1], rows
+    word = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + start
+    first = (row & (32 // bits - 1)) * bits  # bit of the word at which the row's number begins
+    total: Any = 0
+    for byte in range(4):
+        is_here = ((row >> each) == word) & ((first >> 3) == byte)
+        total += jax.lax.dot_general(
+            _bits(words, 8, byte).astype(jnp.float32).astype(jnp.bfloat16),
+            is_here.astype(jnp.bfloat16),
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+    within = jnp.broadcast_to((first & 7)[:1], total.shape)
+    return jax.lax.shift_right_logical(total.astype(jnp.int32), within) & (2**bits - 1)
 
 
 def _in_blocks(x: jax.Array) -> jax.Array:
     """``[..., in]`` → ``[..., 2, words]`` as the numbers lie in blocks of bytes, with zeros for their scales."""
-    half = _BLOCK - 1
-    x = x.reshape(*x.shape[:-1], -1, 2, half).swapaxes(
-        -2, -3
-    )  # a byte has the numbers i and i + 16 of a block
+    # A byte has the numbers i and i + 16 of a block.
+    x = x.reshape(*x.shape[:-1], -1, 2, _BLOCK - 1).swapaxes(-2, -3)
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])
     return x.reshape(*x.shape[:-2], -1)
 
 
-def _places(planes: Planes, tiles: _Tiles, index: Any) -> Any:
-    """Which group a number of each word is in, as zeros and ones ``[groups, words]``; a word may be a scale.
+def _places(planes: Planes, groups: int, columns: int, index: Any = None) -> Any:
+    """Which group each column of a plane is in, as zeros and ones ``[groups, columns]``; a column may be a scale.
 
     Args:
-        index: index of the group of each of the numbers, int32 ``[1, words]``; None if groups are consecutive.
+        index: index of the group of each of the columns, int32 ``[1, columns]``; None if groups are consecutive.
     """
-    group = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 0)
-    if index is None:
-        word = jax.lax.broadcasted_iota(jnp.int32, group.shape, 1)
-        first, size = _first(group, tiles)
-        start = first + 1 if planes.scale is None else first
-        return ((word >= start) & (word < first + size)).astype(jnp.bfloat16)
-    return (jnp.broadcast_to(index, group.shape) == group).astype(jnp.bfloat16)
-
-
-def _first(group: Any, tiles: _Tiles) -> tuple[Any, int]:
-    """The first word of groups of consecutive words, and the number of words in a group."""
-    size = tiles.words // tiles.groups
-    return group * size, size
+    group = jax.lax.broadcasted_iota(jnp.int32, (groups, columns), 0)
+    if index is not None:
+        return (jnp.broadcast_to(index, group.shape) == group).astype(jnp.bfloat16)
+    column = jax.lax.broadcasted_iota(jnp.int32, group.shape, 1)
+    size = columns // groups
+    first = group * size
+    start = first + 1 if planes.scale is None else first
+    return ((column >= start) & (column < first + size)).astype(jnp.bfloat16)
 
 
 def _firsts(words: Any, tiles: _Tiles, along: int) -> Any:
     """The first of the bytes of each group, as floats ``[groups, rows]``."""
     group = jax.lax.broadcasted_iota(jnp.int32, (tiles.groups, tiles.words), 0)
     word = jax.lax.broadcasted_iota(jnp.int32, group.shape, 1)
-    is_first = (word == _first(group, tiles)[0]).astype(jnp.bfloat16)
+    is_first = (word == group * (tiles.words // tiles.groups)).astype(jnp.bfloat16)
     # bfloat16 holds the numbers of a byte exactly.
-    bytes_ = words.astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
+    numbers = words.astype(jnp.int32).astype(jnp.float32).astype(jnp.bfloat16)
     return jax.lax.dot_general(
-        is_first, bytes_, (((1,), (along,)), ((), ())), preferred_element_type=jnp.float32
+        is_first, numbers, (((1,), (along,)), ((), ())), preferred_element_type=jnp.float32
     )
 
 
