@@ -8,23 +8,29 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...driver import memory_stats
 from ...errors import OutOfMemoryError
 from ...kernels import QuantArray, QuantTensors, StackSlice, explicit
+from ...kernels.tpu.mosaic import LANES, is_turned
 from ..device import DeviceRef
 from .specs import axis_of, held_bytes, names_in, spec_of, split_over
 
+# The platform where XLA chooses the order in memory of an array's axes.
+_CHOOSES_LAYOUTS = "tpu"
 
-def put(array: Any, sharding: Any, name: str = "") -> Any:
-    """``jax.device_put`` of a NumPy or JAX array to a Sharding; None lets JAX choose. Tracers are unchanged.
+
+def put(array: Any, where: Any, name: str = "") -> Any:
+    """``jax.device_put`` of a NumPy or JAX array to a Sharding or Format; None lets JAX choose. Tracers are unchanged.
 
     Raises:
         OutOfMemoryError: a device cannot hold its part; the message names weight and bytes.
     """
     if isinstance(array, Tracer):
         return array
+    sharding: Any = where.sharding if isinstance(where, Format) else where
     try:
         if getattr(sharding, "is_fully_addressable", True):
             old_sharding = getattr(array, "sharding", None)
@@ -33,12 +39,31 @@ def put(array: Any, sharding: Any, name: str = "") -> Any:
             if old_sharding is not None and old_sharding.memory_kind != kind:
                 # Between kinds of memory, JAX moves arrays only on the same devices.
                 array = jax.device_put(array, old_sharding.with_memory_kind("device"))
-            return jax.device_put(array, sharding)
+            return jax.device_put(array, where)
         # Each of several processes provides the parts of its own devices: nothing is compared or sent.
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
     except jax.errors.JaxRuntimeError as error:
         raise out_of_memory(error, name, array.shape, array.dtype, sharding) from error
+
+
+def experts_first(sharding: Any, shape: Sequence[int], itemsize: int) -> Any:
+    """The sharding of matrices of experts, or on TPUs a Format that keeps each matrix together in memory.
+
+    If their number is a multiple of 128, and registers hold a matrix with padding, XLA would make the experts
+    the columns of registers, and each program would copy all of them.
+
+    Args:
+        shape: shape of the array, whose last two axes are those of the matrices.
+    """
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return sharding
+    *lead, rows, columns = range(len(shape))
+    *_, count, height, width = sharding.shard_shape(tuple(shape))
+    if sharding.mesh.devices.flat[0].platform != _CHOOSES_LAYOUTS or count % LANES:
+        return sharding
+    last = (columns, rows) if is_turned((height, width), itemsize) else (rows, columns)
+    return Format(Layout((*lead, *last)), sharding)
 
 
 def beside(x: Any, like: Any) -> Any:

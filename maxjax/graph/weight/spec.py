@@ -19,7 +19,7 @@ import numpy as np
 from ...dtype import DType
 from ..device import DeviceRef
 from ..dim import Dim
-from ..placement.arrays import put
+from ..placement.arrays import experts_first, put
 from ..placement.device_major import DeviceMajor
 from ..placement.stacking import with_leading
 from ..quantization import QuantizationEncoding
@@ -225,13 +225,21 @@ class WeightSpec:
         where = self.sharding if self.layout is None else self.layout.sharding(self.sharding)
         return with_leading(where, len(self.spans), self.split) if self.spans else where
 
+    @functools.cached_property
+    def leaf_place(self) -> Any:
+        """The sharding of the leaf, with its layout in memory if that is not JAX's choice."""
+        lead, shape = len(self.spans), self.leaf_shape
+        if not lead or shape is None or len(shape) != lead + 2:
+            return self.leaf_sharding
+        return experts_first(self.leaf_sharding, shape, self.dtype.np.itemsize)
+
     def blank(self) -> Any:
         """Return the leaf of a Weight without a value: a placeholder, or None while sizes are symbolic."""
         if self.leaf_shape is None:
             return None
         # JAX without x64 has no 64-bit arrays: the placeholder has the type that the value will have.
         dtype = jax.dtypes.canonicalize_dtype(self.dtype.np)
-        return jax.ShapeDtypeStruct(self.leaf_shape, dtype, sharding=self.leaf_sharding)
+        return jax.ShapeDtypeStruct(self.leaf_shape, dtype, sharding=self.leaf_place)
 
     def logical(self, stored: Any) -> Any:
         """Return a stored value in logical order."""
@@ -257,7 +265,7 @@ class WeightSpec:
             # Arrays with Explicit axes can be moved between two meshes only through the host.
             leaf = np.asarray(leaf) if leaf.is_fully_addressable else leaf
             leaf = self.arranged(before.logical(leaf))
-        return put(leaf, self.leaf_sharding, name)
+        return put(leaf, self.leaf_place, name)
 
     def unplaced(self) -> WeightSpec:
         """Return the spec without its sharding, which belongs to the devices of this process."""

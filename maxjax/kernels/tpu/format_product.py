@@ -34,7 +34,7 @@ import numpy as np
 
 from ..formats import AWQ_ORDER, E2M1, QuantLayout, unpacked
 from ..pallas import result
-from .mosaic import LANES
+from .mosaic import LANES, is_turned
 
 # The rows of a register.
 _SUBLANES = 8
@@ -337,13 +337,6 @@ def _sizes_of_blocks(out: int, inner: int) -> _Tiles:
     return _Tiles(min(out, rows), groups * _BLOCK, groups * _BLOCK_NUMBERS, groups)
 
 
-def _padded(shape: Sequence[int], dtype: Any) -> int:
-    """The elements of the registers that hold a matrix."""
-    rows, columns = shape
-    each = 32 // dtype.itemsize  # a register has 8 rows of 32 bits
-    return -(-rows // each) * each * -(-columns // LANES) * LANES
-
-
 def _divisor(count: int, most: int) -> int:
     """The largest divisor of a count that is a multiple of 128 and at most ``most``; the count if there is none."""
     return next((n for n in range(most // LANES * LANES, 0, -LANES) if count % n == 0), count)
@@ -386,8 +379,7 @@ def kernel(
     if planes.index is not None:
         tiles = tiles._replace(groups=planes.scale.shape[1])
     stored = tensors[first]
-    if _padded(stored.shape[1:], stored.dtype) > _padded(stored.shape[:0:-1], stored.dtype):
-        # XLA lays out such an array with the other axis last in memory, where registers are padded less.
+    if is_turned(stored.shape[1:], stored.dtype.itemsize):
         stored = stored.swapaxes(1, 2)
         planes = planes._replace(is_turned=not planes.is_turned)
     if planes.is_turned and not planes.by_rows and len(planes.order) % _SUBLANES == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 # Elements in one row of a vector register. Where it does not divide the head dimension, XLA lays out a cache
@@ -11,6 +12,23 @@ from typing import Any
 LANES = 128
 # The oldest TPU that Pallas supports is v4.
 _OLDEST = 4
+
+
+def is_turned(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether XLA lays out a matrix with its rows last in memory, because registers are then padded less.
+
+    Example:
+        >>> is_turned((2880, 1530), 1), is_turned((512, 192), 4), is_turned((512, 256), 4)
+        (False, True, False)
+    """
+    rows, columns = shape
+    return _padded(columns, rows, itemsize) < _padded(rows, columns, itemsize)
+
+
+def _padded(rows: int, columns: int, itemsize: int) -> int:
+    """The elements of the registers that hold a matrix; a register has 8 rows of 32 bits."""
+    each = 32 // itemsize
+    return -(-rows // each) * each * -(-columns // LANES) * LANES
 
 
 @functools.lru_cache

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 
 from ....graph.placement.stacking import with_leading
 from ....graph.shape import StaticDim
@@ -104,7 +105,8 @@ def _by_layer(stack: StackedWeight | None, fits: Sequence[Fit], stacked: Destina
     ), strict=True):  # fmt: skip
         place = np.array([numbers[0] // (shares * count), numbers[0] % count], np.int32)
         array = _insert(array, part, place, stacked.levels, shares)
-    return array
+    where = None if stack is None else stack.spec.leaf_place
+    return jax.device_put(array, where) if isinstance(where, Format) else array
 
 
 def _shares_in_turn(many: int, shares: int, count: int) -> list[list[int]]:
