@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ...dtype import DType
 from ...errors import UserInputError, checked_integer
@@ -22,6 +23,7 @@ from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
 from .answer import Answer
 from .grammar import Grammar
+from .programs import LogitsProcessor
 from .running import RunningText, running_text
 from .scheduler import ENDS, PAGE_SIZE, Scheduler
 
@@ -67,6 +69,11 @@ class Engine:
             of two.
         cache_dtype: dtype of keys and values, by default the model's; ``"int8"`` halves the size of a bfloat16 cache,
             and changes results slightly.
+        exact: whether an answer has the same bits whatever else runs. It costs time: prompts are read page by page,
+            each step is for all slots, and a prompt waits until there are pages for its longest answer.
+        logits_processor: a pure function in ``jnp``, which each program calls before a token is chosen. It takes logits
+            ``[B, V]`` in float32, the last token of each text and the position of the next one, int32 ``[B]`` each,
+            and returns other logits.
 
     Raises:
         UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid.
@@ -81,7 +88,8 @@ class Engine:
 
     def __init__(
         self, model: Any, tokenizer: Any = None, *, slots: int = 32, cache_bytes: int | str | None = None,
-        chunk: int = 512, cache_dtype: Any = None,
+        chunk: int = 512, cache_dtype: Any = None, exact: bool = False,
+        logits_processor: LogitsProcessor | None = None,
     ):  # fmt: skip
         check_model(model)
         if Lockstep("Engine", shardings_of(model)).is_shared:
@@ -92,9 +100,22 @@ class Engine:
         self.slots = checked_integer("slots", slots)
         if checked_integer("chunk", chunk) & (chunk - 1) or chunk < 16:
             raise UserInputError(f"chunk is {chunk}: it must be a power of two of at least 16")
+        if exact and chunk % PAGE_SIZE:
+            raise UserInputError(
+                f"chunk is {chunk}: with exact=True it must be at least {PAGE_SIZE}"
+            )
+        _check_processor(logits_processor, model.config.vocab_size)
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
         pages = page_count(model, slots, cache_bytes, dtype)
-        scheduler = Scheduler(model, slots, pages, chunk=chunk, cache_dtype=dtype)
+        scheduler = Scheduler(
+            model,
+            slots,
+            pages,
+            chunk=chunk,
+            cache_dtype=dtype,
+            exact=exact,
+            logits_processor=logits_processor,
+        )
         scheduler.shows = False
         self._longest = min(model.max_length, pages * PAGE_SIZE)
         self._number = 0
@@ -347,3 +368,17 @@ def page_count(model: Any, slots: int, cache_bytes: int | str | None, dtype: DTy
             f"device, and what {slots} slots need beside pages {bytes_text(one - page)}"
         )
     return int(count)
+
+
+def _check_processor(processor: LogitsProcessor | None, vocab_size: int) -> None:
+    if processor is None:
+        return
+    logits = jax.ShapeDtypeStruct((2, vocab_size), jnp.float32)
+    ids = jax.ShapeDtypeStruct((2,), jnp.int32)
+    found = jax.eval_shape(processor, logits, ids, ids)
+    if getattr(found, "shape", None) != logits.shape or not jnp.issubdtype(
+        found.dtype, jnp.floating
+    ):
+        raise UserInputError(
+            f"logits_processor returns {found} for logits {logits.shape}: it must return floats of the same shape"
+        )

@@ -8,6 +8,7 @@ Shapes: B texts of a call, T tokens of each, N tokens of several texts, M pages 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,13 +67,30 @@ class Texts(NamedTuple):
         return PagedCache(memory.pool, self.table, self.lengths, self.slots, self.text_lengths)
 
 
+LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Takes logits ``[B, V]`` in float32, the last token of each text and the position of the next one, int32 ``[B]`` each;
+returns other logits."""
+
+
+class Choosing(NamedTuple):
+    """What is the same for all texts of an engine, static under jit.
+
+    Attributes:
+        tops: number of most probable tokens that are reported.
+        processor: what logits go through before a token is chosen; None for nothing.
+    """
+
+    tops: int
+    processor: LogitsProcessor | None = None
+
+
 Shardings = tuple[NamedSharding, ...] | None
 
 
-@partial(jax.jit, static_argnames=("tops", "shardings"), donate_argnums=1)
+@partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def read(
     model: Any, memory: Memory, texts: Texts, ids: jax.Array, counts: jax.Array, *,
-    tops: int, shardings: Shardings = None, patches: Any = (),
+    how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
     """Reads ``counts`` ``[B]`` of the tokens ``ids`` ``[B, T]`` of each text, and samples the token after them.
 
@@ -81,16 +99,19 @@ def read(
     """
     run = lambda: model(ids, texts.cache(memory), lengths=counts, last=True)
     (logits, cache), taps = tapped(model, patches, run)
-    sampled = _sampled(logits, texts, cache.lengths, texts.written, memory.words, tops, shardings)
+    last = jnp.take_along_axis(ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    sampled = _sampled(
+        logits, texts, last, cache.lengths, texts.written, memory.words, how, shardings
+    )
     words = _added(memory.words, texts, sampled.tokens, texts.finishes)
     memory = _placed(Memory(cache.pool, words), shardings)
     return (memory, sampled), taps
 
 
-@partial(jax.jit, static_argnames=("tops", "shardings"), donate_argnums=1)
+@partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def read_tokens(
     model: Any, memory: Memory, texts: Texts, ids: jax.Array, text: jax.Array, positions: jax.Array,
-    ends: jax.Array, *, tops: int, shardings: Shardings = None, patches: Any = (),
+    ends: jax.Array, *, how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
     """Reads N tokens of several texts, and samples the token after the last one of each text.
 
@@ -113,16 +134,19 @@ def read_tokens(
     cache = PagedCache(memory.pool, table, jnp.maximum(positions, 0), rows, lengths, is_ragged=True)
     run = lambda: model(ids[:, None], cache, lengths=real.astype(jnp.int32), last=ends)
     (logits, cache), taps = tapped(model, patches, run)
-    sampled = _sampled(logits, texts, texts.lengths, texts.written, memory.words, tops, shardings)
+    last = jnp.take(ids, ends, axis=0)
+    sampled = _sampled(
+        logits, texts, last, texts.lengths, texts.written, memory.words, how, shardings
+    )
     words = _added(memory.words, texts, sampled.tokens, texts.finishes)
     memory = _placed(Memory(cache.pool, words), shardings)
     return (memory, sampled), taps
 
 
-@partial(jax.jit, static_argnames=("tops", "shardings"), donate_argnums=1)
+@partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def decode(
     model: Any, memory: Memory, texts: Texts, last: jax.Array, active: jax.Array, steps: jax.Array,
-    least: jax.Array, *, tops: int, shardings: Shardings = None, patches: Any = (),
+    least: jax.Array, *, how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
     """Generates token by token: at most ``steps``, and only while more than ``least`` texts go on.
 
@@ -141,8 +165,10 @@ def decode(
         run = lambda: model(last[:, None], cache, lengths=active.astype(jnp.int32), last=True)
         return tapped(model, patches, run)
 
-    def choose(logits: jax.Array, lengths: jax.Array, count: jax.Array, words: Any) -> Sampled:
-        return _sampled(logits, texts, lengths, texts.written + count, words, tops, shardings)
+    def choose(
+        logits: jax.Array, last: jax.Array, lengths: jax.Array, count: jax.Array, words: Any
+    ) -> Sampled:
+        return _sampled(logits, texts, last, lengths, texts.written + count, words, how, shardings)
 
     def more(carry: Any) -> jax.Array:
         return (carry[0] < steps) & (jnp.sum(carry[4].astype(jnp.int32)) > least)
@@ -151,7 +177,7 @@ def decode(
         i, memory, last, lengths, active, bad, counts, samples, recorded = carry
         (logits, cache), taps = call(memory.pool, last, lengths, active)
         lengths = jnp.where(active, lengths + 1, lengths)
-        found = choose(logits, lengths, counts, memory.words)
+        found = choose(logits, last, lengths, counts, memory.words)
         tokens = jnp.where(active, found.tokens, last)
         words = _added(memory.words, texts, tokens, active)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
@@ -193,7 +219,7 @@ def decode(
 
 def _shapes(called: Any, choose: Any, texts: Texts, memory: Memory) -> Any:
     (logits, _), taps = called
-    return choose(logits, texts.lengths, texts.written, memory.words), taps
+    return choose(logits, texts.lengths, texts.lengths, texts.written, memory.words), taps
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -217,12 +243,15 @@ def start_words(
 
 
 def _sampled(
-    logits: jax.Array, texts: Texts, lengths: jax.Array, written: jax.Array, words: Words | None, tops: int,
-    shardings: Shardings,
+    logits: jax.Array, texts: Texts, last: jax.Array, lengths: jax.Array, written: jax.Array,
+    words: Words | None, how: Choosing, shardings: Shardings,
 ) -> Sampled:  # fmt: skip
+    """Samples the token after ``last``, which is at position ``lengths - 1`` of each text."""
     logits = _replicated(logits, shardings)
+    if how.processor is not None:
+        logits = how.processor(logits, last, lengths)
     found = sample_rows(
-        logits, texts.settings, lengths, written, words, texts.slots, tops, texts.allowed
+        logits, texts.settings, lengths, written, words, texts.slots, how.tops, texts.allowed
     )
     return jax.tree.map(lambda a: _replicated(a, shardings), found)
 

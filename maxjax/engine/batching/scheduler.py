@@ -29,7 +29,16 @@ from ..sampling.rows import MOST_LOGPROBS, RowSettings, Words
 from ..sampling.settings import GREEDY
 from .grammar import mask_words
 from .pages import Pages
-from .programs import Memory, Texts, decode, read, read_tokens, start_words
+from .programs import (
+    Choosing,
+    LogitsProcessor,
+    Memory,
+    Texts,
+    decode,
+    read,
+    read_tokens,
+    start_words,
+)
 from .running import RunningText, Stage, row_of
 
 PAGE_SIZE = 64
@@ -53,29 +62,33 @@ class Scheduler:
         cache_dtype: dtype of keys and values; None for the model's.
         end_count: largest number of tokens that end a text.
         tops: number of most probable tokens that are reported where a text wants log-probabilities.
+        exact: whether a text gets the same bits whatever else runs. Each page of a prompt is then read by itself, each
+            step is for all slots, and a text gets all its pages at once, so that it is never put back.
+        logits_processor: what logits go through before a token is chosen.
     """
 
     def __init__(
         self, model: Any, slots: int, pages: int, *, chunk: int = 512, cache_dtype: Any = None,
-        end_count: int = ENDS, tops: int = MOST_LOGPROBS,
+        end_count: int = ENDS, tops: int = MOST_LOGPROBS, exact: bool = False,
+        logits_processor: LogitsProcessor | None = None,
     ):  # fmt: skip
         self.model, self.slots, self.chunk = model, slots, chunk
-        self._vocab_size, self._end_count, self._tops = model.config.vocab_size, end_count, tops
+        self._vocab_size, self._end_count = model.config.vocab_size, end_count
+        self._how, self._is_exact = Choosing(tops, logits_processor), exact
         self._ropes = model.config.ropes_by_length
         self._observer, self._together = ProgramObserver(model), Lockstep("generate", ())
         pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
         self._is_recurrent = any(isinstance(group.kind, States) for group in model._groups.values())
         self.pages = Pages(pages, PAGE_SIZE)
-        self._shares = (
-            not self._is_recurrent
-        )  # a row of recurrent states is that of the last token alone
+        # A row of recurrent states is that of the last token alone.
+        self._shares = not self._is_recurrent
         leaves = jax.tree.leaves(pool)
         where = [leaf.sharding for leaf in leaves]
         self._shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
         self.memory = Memory(pool, None)
         platform = platform_of(mesh_of(where) or where[0])
         # Elsewhere a token of a ragged call would read a copy of all pages of its text.
-        self._is_ragged = platform == "cpu" and not self._is_recurrent
+        self._is_ragged = platform == "cpu" and not self._is_recurrent and not exact
         self.waiting: list[RunningText] = []
         self.running: list[RunningText] = []  # in the order in which they got a slot
         self._free = list(range(slots - 1, -1, -1))
@@ -154,7 +167,8 @@ class Scheduler:
             if len(found) < len(keys) and self._is_read_now(keys[len(found)]):
                 self.pages.give(found)
                 return False
-        more = self.pages.take(self.pages.needed(len(text.tokens)) - len(found))
+        size = text.limit if self._is_exact else len(text.tokens)
+        more = self.pages.take(self.pages.needed(size) - len(found))
         if more is None:
             self.pages.give(found)
             return None
@@ -194,7 +208,9 @@ class Scheduler:
         assert text.slot is not None
         if self._shares and text.error is None and not self._observer.is_observed:
             salt = text.salt + str(text.text_length).encode()
-            self.pages.name(text.pages, self.pages.keys(text.tokens[: text.stored], salt))
+            # What steps have stored has not the same bits as what is read.
+            count = min(text.stored, text.prompt_length) if self._is_exact else text.stored
+            self.pages.name(text.pages, self.pages.keys(text.tokens[:count], salt))
         elif text.error is not None:
             self.pages.forget(text.pages)
         self.pages.give(text.pages)
@@ -229,7 +245,8 @@ class Scheduler:
             self._read_tokens(pieces)
         else:
             for text, count in pieces:
-                self._read_piece(text, count)
+                for size in self._parts(text.stored, count):
+                    self._read_piece(text, size)
         self._release_ended()
         self.seconds["read"] += time.perf_counter() - began
 
@@ -254,9 +271,16 @@ class Scheduler:
         sampled = self._run(read_tokens, texts, arrays, ids, text, at, ends, width=None)
         self._take_first(texts, sampled)
 
+    def _parts(self, start: int, count: int) -> list[int]:
+        """The numbers of tokens that are read at once; each page by itself where bits must be the same."""
+        if not self._is_exact:
+            return [count]
+        borders = [*range(start, start + count, PAGE_SIZE), start + count]
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
+
     def _read_piece(self, text: RunningText, count: int) -> None:
         """Reads tokens of one text."""
-        width = bucket(count, _LEAST_TOKENS)
+        width = PAGE_SIZE if self._is_exact else bucket(count, _LEAST_TOKENS)
         ids = np.zeros((1, width), np.int32)
         ids[0, :count] = text.tokens[text.stored : text.stored + count]
         arrays = self._texts([text], 1, more=width, finishes=[count == text.unread])
@@ -402,7 +426,8 @@ class Scheduler:
 
     def _row_counts(self) -> list[int]:
         """The numbers of texts that a decode step may be for."""
-        return [n for n in (1, 8) if n < self.slots] + [self.slots]
+        fewer = () if self._is_exact else (1, 8)
+        return [n for n in fewer if n < self.slots] + [self.slots]
 
     @isolated()
     def compile(self, longest: int) -> int:
@@ -459,7 +484,7 @@ class Scheduler:
         with compiling(program.__name__, self.shows):
             self.memory, result = self._observer.run(
                 self._together, program, self.memory, arrays, *args, rows=numbers,
-                counts=lambda found: counted(found[1]), width=width, keeps=keeps, tops=self._tops,
+                counts=lambda found: counted(found[1]), width=width, keeps=keeps, how=self._how,
                 shardings=self._shardings,
             )  # fmt: skip
         return result

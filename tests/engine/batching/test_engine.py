@@ -228,6 +228,50 @@ def test_a_mesh(model, explicit):
             same(answer.result(), alone(model, prompt, max_new_tokens=8))
 
 
+def logprobs(answer):
+    return [one.logprob for one in answer.result().logprobs]
+
+
+def test_exact(model):
+    """The bits of log-probabilities are the same alone, in company, after other texts, and with a shared prefix."""
+    options = {"max_new_tokens": 30, "temperature": 1.0, "logprobs": 0, "eos_ids": ()}
+    common = (ids_of(1, 150, seed=5)[0] % VOCAB).tolist()
+    prompts = [*PROMPTS, [*common, 1, 2], [*common, 3]]
+    expected = {}
+    for i, prompt in enumerate(prompts):
+        with maxjax.Engine(model, slots=5, exact=True) as engine:
+            expected[i] = logprobs(engine.submit(prompt, **options))
+    with maxjax.Engine(model, slots=5, exact=True, cache_bytes=14 * page_bytes(model)) as engine:
+        for order in (range(len(prompts)), reversed(range(len(prompts)))):
+            answers = {i: engine.submit(prompts[i], **options) for i in order}
+            for i, answer in answers.items():
+                assert logprobs(answer) == expected[i]
+        assert engine.stats().found_tokens
+
+
+def test_logits_processor(model):
+    """It is a part of the programs that read and of those that write."""
+
+    def never_twice(logits, last, positions):
+        columns = jax.lax.broadcasted_iota(jax.numpy.int32, logits.shape, 1)
+        odd = positions[:, None] % 2 == 1
+        return jax.numpy.where(
+            (columns == last[:, None]) | (odd & (columns < 48)), -jax.numpy.inf, logits
+        )
+
+    with maxjax.Engine(model, slots=2, logits_processor=never_twice, chunk=32) as engine:
+        answers = [engine.submit(p, max_new_tokens=30, temperature=2.0) for p in PROMPTS[:4]]
+        for prompt, answer in zip(PROMPTS, answers, strict=False):
+            tokens = [*prompt, *answer.result().tokens]
+            for i in range(len(prompt), len(tokens)):
+                assert tokens[i] != tokens[i - 1] and (i % 2 == 0 or tokens[i] >= 48)
+    with maxjax.Engine(model, slots=2, logits_processor=lambda x, *_: x * jax.numpy.nan) as engine:
+        with pytest.raises(FloatingPointError):
+            engine.submit([1]).result()
+    with pytest.raises(UserInputError, match="same shape"):
+        maxjax.Engine(model, logits_processor=lambda x, *_: x[0])
+
+
 # --- pages
 
 
