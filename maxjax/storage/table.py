@@ -144,13 +144,13 @@ class TensorTable:
             CheckpointError: the operating system reports an error, or the file is closed.
         """
         wanted = self.entries if names is None else names
-        entries = [self.entries[name] for name in wanted]
+        entries = [self.entries[name] for name in dict.fromkeys(wanted)]
         sums = self.checks.sums(entries, self.verify)
         arrays, jobs = _plan(entries, self.files, sums)
         nbytes = sum(array.nbytes for array in arrays.values())
         with self.reading(entries, sums, threads):
             run_reads(jobs, nbytes, threads)
-        return {entry.name: arrays[entry.name] for entry in entries}
+        return arrays
 
     def check(self, entries: Iterable[TensorEntry], *, threads: int | None = None) -> None:
         """Compares the checksums of tensors with their bytes, each once while the table is open.
@@ -275,13 +275,11 @@ class _BlockJob:
 def _plan(
     entries: list[TensorEntry], files: list[OpenFile], sums: dict[Key, Sum]
 ) -> tuple[dict[str, np.ndarray], list[_BlockJob | CodedJob]]:
-    """The arrays, not yet filled, and the reads that fill them, in file order."""
-    arrays: dict[str, np.ndarray] = {}
+    """The arrays, not yet filled, in the order of the entries; and the reads that fill them, in file order."""
+    arrays: dict[str, Any] = dict.fromkeys(entry.name for entry in entries)
     jobs: list[_BlockJob | CodedJob] = []
     slab, used = aligned_empty(0), 0
     for entry in sorted(entries, key=attrgetter("file", "offset")):
-        if entry.name in arrays:
-            continue
         file, sum = files[entry.file], sum_of(entry, sums)
         if entry.coding is not None:
             nbytes = math.prod(entry.shape) * entry.dtype.np.itemsize
