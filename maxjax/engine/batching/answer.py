@@ -25,8 +25,9 @@ class Answer:
         '37 + 48 = 85'
     """
 
-    def __init__(self, wake: Callable[[], None]):
-        self._wake, self._pieces, self._is_done = wake, [], False
+    def __init__(self, cancelled: Callable[[], None]):
+        self._cancelled, self._is_done = cancelled, False
+        self._pieces: list[str] = []
         self._changed = threading.Condition()
         self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
         self._callbacks: list[Callable[[Answer], None]] = []
@@ -99,7 +100,7 @@ class Answer:
         """Ends the answer where it is: :meth:`result` is what was written before. Others go on."""
         assert self._text is not None
         self._text.is_cancelled = True
-        self._wake()
+        self._cancelled()
 
     def _end(self) -> Completion:
         assert self._text is not None

@@ -176,7 +176,7 @@ class Engine:
             raise UserInputError(
                 f"logprobs is {request.sampling.logprobs}: in an Engine it is at most {MOST_LOGPROBS}"
             )
-        answer = Answer(self._worker.wake)
+        answer = Answer(self._worker.cancelled)
         read = request.prompt(prompt)
         self._check_fits(read, request)
         matcher = None
@@ -264,8 +264,10 @@ class _Worker:
             self._is_idle = False
             self._changed.notify_all()
 
-    def wake(self) -> None:
+    def cancelled(self) -> None:
+        """Learns that a text has been cancelled."""
         with self._changed:
+            self.scheduler.has_cancelled = True
             self._changed.notify_all()
 
     def call(self, function: Any) -> Any:

@@ -223,22 +223,8 @@ def _shapes(called: Any, choose: Any, texts: Texts, memory: Memory) -> Any:
 
 
 @partial(jax.jit, donate_argnums=0)
-def start_words(
-    words: Words, slot: jax.Array, ids: jax.Array, count: jax.Array, bias: jax.Array
-) -> Words:
-    """The words with those of a slot's new text.
-
-    Args:
-        slot: the slot, an int32 scalar.
-        ids: tokens of the text, int32 ``[T]``, padded with V: first those of the prompt.
-        count: the number of tokens of the prompt, an int32 scalar.
-        bias: what is added to logits, float32 ``[V]``.
-    """
-    in_prompt = jnp.arange(ids.shape[0], dtype=jnp.int32) < count
-    width = bias.shape[0]
-    seen = jnp.zeros(width, bool).at[jnp.where(in_prompt, ids, width)].set(True, mode="drop")
-    counts = jnp.zeros(width, jnp.int32).at[jnp.where(in_prompt, width, ids)].add(1, mode="drop")
-    new = Words(seen, counts, bias)
+def start_words(words: Words, slot: jax.Array, new: Words) -> Words:
+    """The words with those of a slot's new text, arrays ``[V]``."""
     return jax.tree.map(lambda all_, one: all_.at[slot].set(one, mode="drop"), words, new)
 
 

@@ -90,6 +90,7 @@ class Scheduler:
         # Elsewhere a token of a ragged call would read a copy of all pages of its text.
         self._is_ragged = platform == "cpu" and not self._is_recurrent and not exact
         self.waiting: list[RunningText] = []
+        self.has_cancelled = False  # whether a text has been cancelled since the last step
         self.running: list[RunningText] = []  # in the order in which they got a slot
         self._free = list(range(slots - 1, -1, -1))
         self._count = 4
@@ -126,6 +127,9 @@ class Scheduler:
             del self.memory
 
     def _end_cancelled(self) -> None:
+        if not self.has_cancelled:
+            return
+        self.has_cancelled = False
         for text in [*self.waiting, *self.running]:
             if text.is_cancelled:
                 text.end()
@@ -186,14 +190,19 @@ class Scheduler:
 
     def _start_words(self, text: RunningText) -> None:
         assert text.slot is not None
+        size = text.prompt_length
+        self._set_words(text.slot, text.tokens[:size], text.tokens[size:], text.bias)
+
+    def _set_words(
+        self, slot: int, prompt: Sequence[int], answer: Sequence[int], bias: np.ndarray | None
+    ) -> None:
+        """Sets the words of a slot."""
         if self.memory.words is None:
             self._make_words()
-        ids = np.full(bucket(len(text.tokens), _LEAST_TOKENS), self._vocab_size, np.int32)
-        ids[: len(text.tokens)] = text.tokens
-        bias = np.zeros(self._vocab_size, np.float32) if text.bias is None else text.bias
-        words = start_words(
-            self.memory.words, np.int32(text.slot), ids, np.int32(text.prompt_length), bias
-        )
+        count = lambda ids: np.bincount(np.asarray(ids, np.int32), minlength=self._vocab_size)
+        bias = np.zeros(self._vocab_size, np.float32) if bias is None else bias
+        new = Words(count(prompt) > 0, count(answer).astype(np.int32), bias)
+        words = start_words(self.memory.words, np.int32(slot), new)
         self.memory = self.memory._replace(words=words)
 
     def _make_words(self) -> None:
@@ -441,7 +450,7 @@ class Scheduler:
         had_words = self.memory.words is not None
         for has_words in (False, True):
             if has_words and not had_words:
-                self._make_words()
+                self._set_words(self.slots, [], [], None)
             elif had_words and not has_words:
                 continue
             for width in self._widths(longest):

@@ -86,9 +86,9 @@ class Words(NamedTuple):
         bias: what is added to its logit, float32 ``[R, V]``; -inf bans it.
     """
 
-    prompt: jax.Array
-    counts: jax.Array
-    bias: jax.Array
+    prompt: Any
+    counts: Any
+    bias: Any
 
     @staticmethod
     def empty(rows: int, vocab_size: int) -> Words:
