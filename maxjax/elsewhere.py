@@ -23,6 +23,7 @@ _GENERATE = _named(
     stop="stop_strings stop_sequences stop_words",
     eos_ids="eos_token_id eos_token_ids stop_token_ids",
     logprobs="top_logprobs num_logprobs prompt_logprobs",
+    n="num_return_sequences",
     banned="suppress_tokens bad_words_ids",
     logit_bias="sequence_bias",
     temperature="temp tau",
@@ -62,9 +63,8 @@ _LORA = _named(
 _ADVICE = {
     "do_sample": "temperature=: 0 is greedy, a larger value samples",
     "seed generator rng random_seed": "key=jax.random.key(seed)",
-    "n num_return_sequences": "a list that contains the prompt several times",
     "num_beams beam_size best_of early_stopping length_penalty":
-        "a temperature: there is no beam search, one text is generated for each prompt",
+        "n= and a temperature: there is no beam search",
     "num_beam_groups no_repeat_ngram_size typical_p penalty_alpha":
         "nothing: maxjax does not have it",
     "device_map device devices tensor_parallel_size n_gpu_layers max_memory":

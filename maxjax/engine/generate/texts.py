@@ -50,6 +50,7 @@ def generate(
     tokenizer: Any,
     prompts: Any = None,
     *,
+    n: int | None = None,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
     eos_ids: Sequence[int] | None = None,
@@ -78,6 +79,7 @@ def generate(
             text.
         prompts: a text, the messages of a chat as dicts with "role" and "content", or token ids; or a
             list of these.
+        n: the number of answers to each prompt, which differ if tokens are drawn; None for one.
         max_new_tokens: the maximum number of generated tokens; the default is that of
             ``generation_config.json``, or 256. The model's context length is a limit as well.
         stop: one or more stop strings; they end an answer and are not part of it.
@@ -100,7 +102,8 @@ def generate(
             ``temperature=0.7``, ``top_p=0.9`` …
 
     Returns:
-        A :class:`Completion`, which is a str, for one prompt; a list of them for several.
+        A :class:`Completion`, which is a str, for one prompt; a list of them for several. With ``n``, a list of n
+        completions in place of each.
 
     Raises:
         UserInputError: a prompt is empty, longer than the context, or has token ids outside the
@@ -124,12 +127,17 @@ def generate(
     """
     check_is_tokenizer(tokenizer)
     single, several = listed(prompts)
+    count = 1 if n is None else checked_integer("n", n)
     found = dict(_answers(
-        model, tokenizer, several, "the prompt" if single else "prompts[{}]", max_new_tokens=max_new_tokens, stop=stop,
-        eos_ids=eos_ids, key=key, sampling=sampling, batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype,
-        chat=chat, template_kwargs=template_kwargs, skip_special_tokens=skip_special_tokens, **values,
+        model, tokenizer, several, "the prompt" if single else "prompts[{}]", count, stop=stop, eos_ids=eos_ids,
+        max_new_tokens=max_new_tokens, key=key, sampling=sampling, batch_size=batch_size, chunk=chunk,
+        cache_dtype=cache_dtype, chat=chat, template_kwargs=template_kwargs,
+        skip_special_tokens=skip_special_tokens, **values,
     ))  # fmt: skip
-    return found[0] if single else [found[i] for i in range(len(several))]
+    texts = [found[i] for i in range(len(found))]
+    if n is not None:
+        texts = [texts[i : i + n] for i in range(0, len(texts), n)]
+    return texts[0] if single else texts
 
 
 def generate_each(
@@ -162,7 +170,7 @@ def generate_each(
     single, several = listed(prompts)
     if single:
         raise UserInputError("generate_each takes a list of prompts: maxjax.generate takes one")
-    return _answers(model, tokenizer, several, "prompts[{}]", **options)
+    return _answers(model, tokenizer, several, "prompts[{}]", 1, **options)
 
 
 def _answers(
@@ -170,6 +178,7 @@ def _answers(
     tokenizer: Any,
     prompts: Sequence[Any],
     name: str,
+    count: int,
     *,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
@@ -184,13 +193,14 @@ def _answers(
     skip_special_tokens: bool = True,
     **values: Any,
 ) -> Iterator[tuple[int, Completion]]:
-    """The number and the answer of each prompt; ``name`` is that of a prompt for messages."""
+    """The number and the answer of each prompt, ``count`` times; ``name`` is that of a prompt for messages."""
     with Lockstep("generate", shardings_of(model)) as together, releasing():
         request = Request(
             model, tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,
             skip_special_tokens,
         )  # fmt: skip
         read = [request.prompt(one, name.format(i)) for i, one in enumerate(prompts)]
+        read = [one for one in read for _ in range(count)]
         batch_size = checked_integer("batch_size", batch_size)
         request.agree(
             together, [prompt.ids for prompt in read], key,

@@ -152,6 +152,20 @@ def test_the_same_key_in_another_batch(model, drawn):
     assert [text.tokens for text in other] != drawn
 
 
+def test_several_answers(model):
+    """They are those to the prompt as often in the list."""
+    options = {"temperature": 1.0, "max_new_tokens": 9, "key": jax.random.key(4)}
+    ids = lambda texts: [text.tokens for text in texts]
+    two = maxjax.generate(model, None, PROMPTS[:2], n=3, **options)
+    apart = maxjax.generate(model, None, [p for p in PROMPTS[:2] for _ in range(3)], **options)
+    assert [ids(texts) for texts in two] == [ids(apart[:3]), ids(apart[3:])]
+    assert len(set(ids(two[0]))) == 3
+    assert ids(maxjax.generate(model, None, PROMPTS[0], n=3, **options)) == ids(apart[:3])
+    assert ids(maxjax.generate(model, None, PROMPTS[0], n=1, **options)) == ids(apart[:1])
+    with pytest.raises(UserInputError, match="n is 0"):
+        maxjax.generate(model, None, PROMPTS[0], n=0)
+
+
 def test_a_stream_gives_the_same(model, expected):
     tokenizer = characters()
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
