@@ -110,8 +110,8 @@ def decode_attention(
     (``decode/triton.py``), which rounds 16-bit queries after rope, and the softmax weights, to their dtype (for
     an int8 cache weights to bfloat16). TPUs, other GPUs, slopes on GPUs, and operands that Triton does not support
     use ``decode/blocks.py``. Other dtypes, derivatives, exports for CPUs and NVIDIA GPUs use :func:`definition`.
-    With ``table``, all but CPUs use :func:`paged_definition`, which copies the pages of the layer; and TPUs copy a
-    pool whose slots are last in memory (128 does not divide D).
+    With ``table``, TPUs and other GPUs use :func:`paged_definition`, which copies the pages of the layer; and TPUs
+    copy a pool whose slots are last in memory (128 does not divide D).
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))
@@ -394,6 +394,15 @@ def _paged_kernel(static: Options, *operands: Any) -> Any:
     return _kernel(static, *operands[:-1], table=operands[-1:])
 
 
+def _paged_on_cuda(static: Options, *operands: Any) -> Any:
+    *rest, table = operands
+    why = triton.lacks(static, *rest) or unavailable(program_device())
+    if refused("decode attention to pages on a GPU", why):
+        return paged_definition(static, *operands)
+    write = functools.partial(_write_pages, table)
+    return triton.kernel(static, *rest, table=table, write=write)
+
+
 def _paged_rule(ranks: Sequence[int]) -> Any:
     operands, results = _rule(ranks[:-1], "n")
     return (*operands, ArrayMapping("b", "m")), results
@@ -410,5 +419,5 @@ def _paged_shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 _PAGED = Operation(
     "maxjax_paged_decode_attention", lambda static, *operands: _types(static, *operands[:-1]),
-    paged_definition, {"cpu": _paged_kernel}, _paged_rule, _paged_shardings,
+    paged_definition, {"cpu": _paged_kernel, "cuda": _paged_on_cuda}, _paged_rule, _paged_shardings,
 )  # fmt: skip

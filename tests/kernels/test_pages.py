@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 from maxjax.kernels import decode_attention, native
 from maxjax.kernels.cache_read import pages_of
 from maxjax.kernels.cache_write import write_tokens
+from maxjax.kernels.decode import triton
 from maxjax.nn.kv_cache.slots import Latent, Slots
 from scripts.sharding_product import mesh_of
 from tests.kernels.decode_reference import TYPES, narrowed, operands
 
+attention = sys.modules["maxjax.kernels.decode_attention"]
 both = pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 # Pages of 4 slots, 5 for each sequence, in a pool of 23.
 SIZE, EACH, PAGES = 4, 5, 23
@@ -115,6 +118,57 @@ CASES = {
 def test_decode_attention(which):
     sizes, options = CASES[which]
     same(contiguous(**sizes), **options)
+
+
+TRITON = [
+    "float32",
+    "bfloat16",
+    "rope",
+    "window",
+    "cap and sinks",
+    "one head",
+    "int8",
+    "latent",
+    "holes",
+]
+
+
+@pytest.mark.parametrize("which", TRITON)
+def test_the_kernel_for_gpus(which, monkeypatch):
+    """Interpreted on a CPU, against the definition."""
+    sizes, options = CASES.get(which, ({}, {}))
+    if which == "latent":
+        given = contiguous(kv_heads=1) | LATENT
+    else:
+        given = contiguous(**sizes)
+    if which == "int8":
+        given, _ = narrowed(given)
+    table = table_of(len(given["lengths"]))
+    if which == "holes":
+        table[0, 0] = -1
+        options = {"sliding_window": 2}
+    there = paged(given, np.maximum(table, 0)) | {"table": table}
+
+    def interpreted(static, *operands):
+        *rest, table = operands
+        write = functools.partial(attention._write_pages, table)
+        return triton.kernel(static, *rest, table=table, write=write, interpret=True)
+
+    run = functools.partial(decode_attention, **options)
+    expected = definition_of(attention.paged_definition, monkeypatch, run, there)
+    found = definition_of(interpreted, monkeypatch, run, there)
+    for one, other in zip(found, expected, strict=True):
+        rounding = 1e-2 if one.dtype == jnp.bfloat16 else 1e-5
+        arrays = (np.asarray(a, np.float32) for a in (one, other))
+        np.testing.assert_allclose(*arrays, rtol=rounding, atol=rounding)
+
+
+def definition_of(function, monkeypatch, run, given):
+    """The result of attention whose operation is this function."""
+    monkeypatch.setattr(
+        attention, "_run", lambda _, static, operands, arrays: function(static, *operands)
+    )
+    return run(**given)
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 48])

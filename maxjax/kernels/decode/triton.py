@@ -11,6 +11,7 @@ Shapes: L layers, B sequences, K KV heads, G query heads of each, S slots of the
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 
 from ..gpu.triton import FLOATS, dot, power, too_many
 from ..pallas import result
-from .step import Options, mean, written
+from .step import Options, mean, write_token, written
 
 # This many programs fill a GPU: four for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 528
@@ -80,29 +81,36 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
     return too_many(keys)
 
 
-def kernel(static: Options, *operands: Any, interpret: bool = False) -> list[jax.Array]:
+def kernel(
+    static: Options, *operands: Any, interpret: bool = False, table: Any = None,
+    write: Callable[..., list[jax.Array]] = write_token,
+) -> list[jax.Array]:  # fmt: skip
     """Decode attention of the operands on one device.
 
     Args:
         static: the static arguments.
         operands: the same as for ``decode_attention.definition``.
         interpret: whether to run the kernel's operations one by one, on any platform.
+        table: the pages of each sequence, int32 ``[B, M]``, if the caches are pools of pages.
+        write: writes the new tokens, as ``write_token`` does.
     """
     q, _, _, keys, values, layer, lengths, _, _, sinks, *_ = operands
-    step = written(static, *operands)
+    step = written(static, *operands, write=write, table=table)
     caches = step.layers()
     is_shared = not values.ndim
     if is_shared:  # the keys and their scales, once
         caches = caches[::2]
     batch, kv_heads, group, width = q.shape
-    slots = keys.shape[-2]
+    slots = keys.shape[-2] * (1 if table is None else table.shape[1])
     size = tiles(batch * kv_heads, group, width, slots, keys.dtype.itemsize)
     # 16-bit queries are rounded, as everywhere else on a GPU; the scale multiplies the scores instead.
     queries = step.q.astype(q.dtype)
     pads = ((0, 0), (0, 0), (0, size.parts * size.rows - group), (0, sum(size.widths) - width))
     queries = jnp.pad(queries, pads)
+    # A scalar in place of no table.
+    pages = jnp.zeros((), jnp.int32) if table is None else table
     mixed, largest, total = _call(static, size, group, is_shared, interpret)(
-        layer.reshape(1), lengths, queries, *caches
+        layer.reshape(1), lengths, pages, queries, *caches
     )
     # Each program's sum is relative to its own largest score.
     top = jnp.max(largest, axis=2)  # [B, K, G]
@@ -144,13 +152,15 @@ def _call(static: Options, size: DecodeTiles, group: int, is_shared: bool, inter
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
-    def call(layer: Any, lengths: Any, q: Any, *caches: Any) -> Any:
+    def call(layer: Any, lengths: Any, table: Any, q: Any, *caches: Any) -> Any:
         batch, kv_heads = q.shape[:2]
-        _, _, _, slots, width = caches[0].shape
+        _, pages, _, page_size, width = caches[0].shape
+        places = (pages, page_size) if table.ndim else (0, 0)
+        slots = table.shape[1] * page_size if table.ndim else page_size
         shape = (batch, kv_heads, size.splits, group)
         sums, mixed = result(shape, q), result((*shape, width), q)
         return pl.pallas_call(
-            functools.partial(_program, static, size, slots, width, group, is_shared),
+            functools.partial(_program, static, size, slots, places, width, group, is_shared),
             grid=(batch, kv_heads * size.parts, size.splits),
             out_shape=(mixed, sums, sums),
             # Measured on an H200. With more stages, blocks of 16 bits leave room for fewer programs at a time.
@@ -159,14 +169,14 @@ def _call(static: Options, size: DecodeTiles, group: int, is_shared: bool, inter
             ),
             interpret=interpret,
             name="maxjax_decode_attention",
-        )(layer, lengths, q, *caches)
+        )(layer, lengths, table, q, *caches)
 
     return call
 
 
 def _program(
-    static: Options, size: DecodeTiles, slots: int, width: int, group: int, is_shared: bool, layer: Any,
-    lengths: Any, q: Any, keys: Any, *refs: Any,
+    static: Options, size: DecodeTiles, slots: int, pages: tuple[int, int], width: int, group: int,
+    is_shared: bool, layer: Any, lengths: Any, table: Any, q: Any, keys: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """One program: a part of the slots of one KV head of one sequence, for some of its query heads."""
     from jax.experimental import pallas as pl
@@ -209,6 +219,13 @@ def _program(
         slot = first + token
         if static.rotating:
             slot = jnp.where(slot < slots, slot, slot - slots)
+        at_row: Any = row
+        count_of_pages, page_size = pages
+        if page_size:  # the page of each slot, and the slot in it
+            entry = table.at[row, jax.lax.div(slot, page_size)]
+            at_row = triton.load(entry, mask=there, other=0)
+            there = there & (at_row >= 0) & (at_row < count_of_pages)
+            slot = jax.lax.rem(slot, page_size)
 
         def read(array: Any) -> list[Any]:
             found = []
@@ -216,7 +233,8 @@ def _program(
                 mask = there[:, None]
                 if is_past:
                     mask = mask & (place < width)[None, :]
-                at = array.at[number, row, head, slot[:, None], place[None, :]]
+                of_row = at_row[:, None] if page_size else at_row
+                at = array.at[number, of_row, head, slot[:, None], place[None, :]]
                 found.append(triton.load(at, mask=mask, other=0))  # [block, a part of D]
             return found
 
@@ -226,7 +244,7 @@ def _program(
         )
         scores = scores * jnp.float32(static.scale)
         if scales:
-            scores = scores * _scales(scales[0], number, row, head, slot, there)[None, :]
+            scores = scores * _scales(scales[0], number, at_row, head, slot, there)[None, :]
         if static.cap:
             scores = jnp.float32(static.cap) * jnp.tanh(scores / jnp.float32(static.cap))
         scores = jnp.where(there[None, :], scores, -jnp.inf)
@@ -235,7 +253,7 @@ def _program(
         kept = jnp.exp(largest - new)
         total = total * kept + jnp.sum(weights, axis=1)
         if scales:
-            weights = weights * _scales(scales[1], number, row, head, slot, there)[None, :]
+            weights = weights * _scales(scales[1], number, at_row, head, slot, there)[None, :]
         weights = weights.astype(weight_type)
         found = found if is_shared else read(values)
         mixed = tuple(
