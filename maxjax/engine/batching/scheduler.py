@@ -47,6 +47,8 @@ ENDS = 32
 _LEAST_TOKENS, _LEAST_PAGES = 16, 8
 # The longest dispatch in seconds: a new prompt waits for it, and a stop string is noticed only after it.
 _DISPATCH_S = 0.1
+# Up to this position, tokens of several texts are read together, each of which attends to its text by itself.
+_RAGGED = 2048
 # While prompts wait to be read, so many tokens are written between two pieces of them.
 _STEPS_BETWEEN = 4
 
@@ -250,14 +252,20 @@ class Scheduler:
                 room -= count
         if not pieces:
             return
-        if self._is_ragged and not self._observer.is_observed:
-            self._read_tokens(pieces)
-        else:
-            for text, count in pieces:
+        joined = [piece for piece in pieces if self._may_join(*piece)]
+        if joined:
+            self._read_tokens(joined)
+        for text, count in pieces:
+            if (text, count) not in joined:
                 for size in self._parts(text.stored, count):
                     self._read_piece(text, size)
         self._release_ended()
         self.seconds["read"] += time.perf_counter() - began
+
+    def _may_join(self, text: RunningText, count: int) -> bool:
+        """Whether tokens of a text are read together with those of others."""
+        is_short = text.stored + count <= _RAGGED
+        return is_short and self._is_ragged and not self._observer.is_observed
 
     def _read_tokens(self, pieces: Sequence[tuple[RunningText, int]]) -> None:
         """Reads tokens of several texts at once."""
@@ -442,38 +450,40 @@ class Scheduler:
     def compile(self, longest: int) -> int:
         """Compiles the programs for texts of at most ``longest`` tokens; returns their number."""
         count = 0
-        sizes = [
-            _LEAST_TOKENS << i
-            for i in range(self.chunk.bit_length())
-            if _LEAST_TOKENS << i <= self.chunk
-        ]
-        had_words = self.memory.words is not None
         for has_words in (False, True):
-            if has_words and not had_words:
+            if has_words and self.memory.words is None:
                 self._set_words(self.slots, [], [], None)
-            elif had_words and not has_words:
-                continue
-            for width in self._widths(longest):
-                table = lambda arrays, width=width: arrays._replace(
-                    table=np.full((len(arrays.slots), width), -1, np.int32)
-                )
-                for size in sizes:
-                    zeros = np.zeros(size, np.int32)
-                    if self._is_ragged:
-                        arrays = table(self._texts([], self.slots))
-                        ends = np.zeros(self.slots, np.int32)
-                        self._run(
-                            read_tokens, [], arrays, zeros, zeros, zeros - 1, ends, width=None
-                        )
-                    else:
-                        arrays = table(self._texts([], 1))
-                        self._run(read, [], arrays, zeros[None], np.zeros(1, np.int32), width=size)
-                    count += 1
-                for rows in self._row_counts():
-                    none = np.zeros(rows, np.int32)
-                    args = (none, none > 0, np.int32(1), np.int32(0))
-                    self._run(decode, [], table(self._texts([], rows)), *args, width=None)
-                    count += 1
+            if has_words == (self.memory.words is not None):
+                for width in self._widths(longest):
+                    count += self._compile(width, None)
+                    every = np.full(mask_words(self._vocab_size), 2**32 - 1, np.uint32)
+                    count += self._compile(width, every)
+        return count
+
+    def _compile(self, width: int, allowed: np.ndarray | None) -> int:
+        """Compiles the programs for tables of this width; returns their number."""
+        count = 0
+
+        def run(program: Any, rows: int, *args: Any, width: int | None = None) -> None:
+            nonlocal count
+            count += 1
+            self._run(program, [], blank(rows), *args, width=width)
+
+        def blank(rows: int) -> Texts:
+            bits = None if allowed is None else np.broadcast_to(allowed, (rows, len(allowed)))
+            table = np.full((rows, width), -1, np.int32)
+            return self._texts([], rows)._replace(table=table, allowed=bits)
+
+        sizes = [n for n in (_LEAST_TOKENS << i for i in range(20)) if n <= self.chunk]
+        for size in [PAGE_SIZE] if self._is_exact else sizes:
+            none = np.zeros(size, np.int32)
+            if self._is_ragged:
+                run(read_tokens, self.slots, none, none, none - 1, np.zeros(self.slots, np.int32))
+            if not self._is_ragged or width * PAGE_SIZE > _RAGGED:
+                run(read, 1, none[None], np.zeros(1, np.int32), width=size)
+        for rows in self._row_counts():
+            none = np.zeros(rows, np.int32)
+            run(decode, rows, none, none > 0, np.int32(1), np.int32(0))
         return count
 
     @property

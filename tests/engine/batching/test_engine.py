@@ -170,8 +170,8 @@ def test_nothing_is_compiled_after_compile(model):
         program.clear_cache()
     with maxjax.Engine(model, slots=3, chunk=32) as engine:
         count = engine.compile()
-        # Chunks of 16 and 32 tokens, steps of 1 and 3 texts; with and without counts of words.
-        assert count == sum(program._cache_size() for program in each) == 2 * (2 + 2)
+        # Chunks of 16 and 32 tokens, steps of 1 and 3 texts; with and without counts of words, and a grammar.
+        assert count == sum(program._cache_size() for program in each) == 4 * (2 + 2)
         options = [{"max_new_tokens": 20, **settings} for settings in SETTINGS]
         answers = [engine.submit(p, **o) for p, o in zip(PROMPTS, options, strict=True)]
         for answer in answers:
