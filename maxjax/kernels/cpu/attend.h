@@ -48,8 +48,11 @@ struct Run {
   int64_t row, count;
 };
 
-// Prefetches numbers of the next run: the processor's own prefetching follows one run only, and each page of a cache
-// would begin with a wait for the memory.
+// The size of a run: while it is read the next one is prefetched, as the processor's own prefetching stops at the end
+// of every page of memory, and of every page of a cache. Its rows are complete tiles.
+constexpr int64_t kRunBytes = 4096, kRunRows = 8;
+
+// Prefetches numbers of the next run.
 template <class T>
 inline void ahead(const T* next, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + i, 0, 3);
@@ -119,13 +122,16 @@ void mixed_rows(const float* weights, const T* values, int64_t depth, const Run*
   mixed<T, G, 1>(weights, rest, 2 * kLanes, &all, &all + 1, out + d, out_stride);
 }
 
-// The rows of a part's tokens, at most kPart runs; returns the end of the runs.
-inline const Run* runs_of(const Attend& part, Run* run) {
+// The rows of a part's tokens, in at most kPart runs of at most `most` rows; returns the end of the runs.
+inline const Run* runs_of(const Attend& part, int64_t most, Run* run) {
   int64_t number = part.begin / part.block, at = part.begin % part.block;
-  for (int64_t left = part.end - part.begin; left > 0; number++, at = 0, run++) {
-    const int64_t count = left < part.block - at ? left : part.block - at;
+  for (int64_t left = part.end - part.begin; left > 0; run++) {
+    if (at == part.block) number++, at = 0;
+    int64_t count = left < part.block - at ? left : part.block - at;
+    if (count > most) count = most;
     *run = {part.blocks[number] * part.block_rows + at, count};
     left -= count;
+    at += count;
   }
   return run;
 }
@@ -137,7 +143,8 @@ void attend_group(const Attend& part, int64_t first) {
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
   const T* values = static_cast<const T*>(part.values);
   Run runs[maxjax::kPart];
-  const Run* end = runs_of(part, runs);
+  const int64_t most = kRunBytes / (depth * int64_t(sizeof(T))) / kRunRows * kRunRows;
+  const Run* end = runs_of(part, most > kRunRows ? most : kRunRows, runs);
   const float* q = part.q + first * part.q_stride;
   float* out = part.out + first * part.q_stride;
   memset(scores, 0, sizeof scores);
