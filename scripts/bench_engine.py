@@ -1,7 +1,7 @@
 """Many prompts: slots that are filled again (maxjax.Engine) against batches that end with their longest text.
 
     python scripts/bench_engine.py                       # 512 prompts, 32 slots, a random Llama of 135 M
-    python scripts/bench_engine.py --prompts 64 --quick  # a tiny model, in seconds
+    python scripts/bench_engine.py --quick               # a tiny model and few prompts, in seconds
     python scripts/bench_engine.py --only prefix         # a common beginning of 1,024 tokens
 
 Lengths of prompts are log-normal (median 48, sigma 0.8, 4 to 512), those of answers too (median 32, sigma 1, 1 to 256);
@@ -191,9 +191,11 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--type", default="BF16", choices=random_llama.DTYPES)
-    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts")
     parser.add_argument("--only", choices=("batches", "prefix", "python"))
     options = parser.parse_args()
+    if options.quick:
+        options.prompts, options.slots, options.pairs = 24, 4, 1
     with tempfile.TemporaryDirectory() as place:
         size = random_llama.SIZES["tiny" if options.quick else "135m"]
         model, _ = maxjax.load(random_llama.write_hf(place, size, options.type))
