@@ -1,4 +1,4 @@
-"""Answer: the answer to a prompt that an Engine is working on."""
+"""PendingAnswer: the answer to a prompt that an Engine is working on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..generate.completion import Completion
 from .running import RunningText
 
 
-class Answer:
+class PendingAnswer:
     """The answer to one prompt, made by :meth:`Engine.submit`; its pieces can be read while it is written.
 
     ``for piece in answer`` and ``async for piece in answer`` give the pieces from the first one on, in any thread and
@@ -30,19 +30,19 @@ class Answer:
         self._pieces: list[str] = []
         self._changed = threading.Condition()
         self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
-        self._callbacks: list[Callable[[Answer], None]] = []
+        self._callbacks: list[Callable[[PendingAnswer], None]] = []
         self._text: RunningText | None = None
 
-    def _begin(self, text: RunningText) -> None:
+    def begin(self, text: RunningText) -> None:
         self._text = text
 
-    def _take(self, piece: str) -> None:
+    def take(self, piece: str) -> None:
         """Takes a piece from the engine's thread."""
         with self._changed:
             self._pieces.append(piece)
         self._notify()
 
-    def _finish(self, text: RunningText) -> None:
+    def finish(self, text: RunningText) -> None:
         """Learns from the engine's thread that the answer has ended."""
         with self._changed:
             self._is_done = True
@@ -85,7 +85,7 @@ class Answer:
                 raise TimeoutError(f"the answer has not ended within {timeout} seconds")
         return self._end()
 
-    def add_done_callback(self, function: Callable[[Answer], None]) -> None:
+    def add_done_callback(self, function: Callable[[PendingAnswer], None]) -> None:
         """Has a function called with this answer when it has ended; at once if it has.
 
         It is called in the engine's thread, so it must be short.

@@ -21,7 +21,7 @@ from ..generate.batch import check_model
 from ..generate.request import Prompt, Request
 from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
-from .answer import Answer
+from .answer import PendingAnswer
 from .grammar import Grammar
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
@@ -142,7 +142,7 @@ class Engine:
         regex: str | None = None,
         grammar: str | None = None,
         **values: Any,
-    ) -> Answer:
+    ) -> PendingAnswer:
         """Puts a prompt into the queue.
 
         Args:
@@ -176,7 +176,7 @@ class Engine:
             raise UserInputError(
                 f"logprobs is {request.sampling.logprobs}: in an Engine it is at most {MOST_LOGPROBS}"
             )
-        answer = Answer(self._worker.cancelled)
+        answer = PendingAnswer(self._worker.cancelled)
         read = request.prompt(prompt)
         self._check_fits(read, request)
         matcher = None
@@ -187,9 +187,9 @@ class Engine:
         number, self._number = self._number, self._number + 1
         text = running_text(
             request, read, key, 0, ENDS, number=number, matcher=matcher, priority=priority,
-            salt=(salt or "").encode(), told=answer._take, ended=answer._finish,
+            salt=(salt or "").encode(), told=answer.take, ended=answer.finish,
         )  # fmt: skip
-        answer._begin(text)
+        answer.begin(text)
         self._worker.add(text)
         return answer
 

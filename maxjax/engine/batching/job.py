@@ -18,7 +18,7 @@ import jax
 
 from ...errors import UserInputError, first_line, shown
 from ...progress import Task, task
-from .answer import Answer
+from .answer import PendingAnswer
 from .engine import Engine
 
 _KINDS = ("prompt", "messages", "tokens")
@@ -108,7 +108,7 @@ class _Job:
 
     def __init__(self, engine: Engine, file: Any, progress: Task, settings: Mapping[str, Any]):
         self._engine, self._file, self._progress, self._settings = engine, file, progress, settings
-        self._ended: queue.SimpleQueue[tuple[_Line, Answer]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[_Line, PendingAnswer]] = queue.SimpleQueue()
         self._open, self._most = 0, 2 * engine.slots
         self._began = time.monotonic()
         self.answers = self.errors = self.tokens = 0

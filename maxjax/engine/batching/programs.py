@@ -25,7 +25,7 @@ from ..sampling.draw import Sampled
 from ..sampling.rows import RowSettings, Words, sample_rows
 
 
-class Memory(NamedTuple):
+class EngineMemory(NamedTuple):
     """What the engine keeps on the devices. A pytree.
 
     Attributes:
@@ -37,7 +37,7 @@ class Memory(NamedTuple):
     words: Words | None
 
 
-class Texts(NamedTuple):
+class TextRows(NamedTuple):
     """The texts of a call, arrays ``[B]`` of NumPy. A pytree.
 
     Attributes:
@@ -62,7 +62,7 @@ class Texts(NamedTuple):
     settings: RowSettings
     allowed: Any = None
 
-    def cache(self, memory: Memory) -> PagedCache:
+    def cache(self, memory: EngineMemory) -> PagedCache:
         """The cache of these texts."""
         return PagedCache(memory.pool, self.table, self.lengths, self.slots, self.text_lengths)
 
@@ -89,7 +89,7 @@ Shardings = tuple[NamedSharding, ...] | None
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def read(
-    model: Any, memory: Memory, texts: Texts, ids: jax.Array, counts: jax.Array, *,
+    model: Any, memory: EngineMemory, texts: TextRows, ids: jax.Array, counts: jax.Array, *,
     how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
     """Reads ``counts`` ``[B]`` of the tokens ``ids`` ``[B, T]`` of each text, and samples the token after them.
@@ -104,13 +104,13 @@ def read(
         logits, texts, last, cache.lengths, texts.written, memory.words, how, shardings
     )
     words = _added(memory.words, texts, sampled.tokens, texts.finishes)
-    memory = _placed(Memory(cache.pool, words), shardings)
+    memory = _placed(EngineMemory(cache.pool, words), shardings)
     return (memory, sampled), taps
 
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def read_tokens(
-    model: Any, memory: Memory, texts: Texts, ids: jax.Array, text: jax.Array, positions: jax.Array,
+    model: Any, memory: EngineMemory, texts: TextRows, ids: jax.Array, text: jax.Array, positions: jax.Array,
     ends: jax.Array, *, how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
     """Reads N tokens of several texts, and samples the token after the last one of each text.
@@ -139,13 +139,13 @@ def read_tokens(
         logits, texts, last, texts.lengths, texts.written, memory.words, how, shardings
     )
     words = _added(memory.words, texts, sampled.tokens, texts.finishes)
-    memory = _placed(Memory(cache.pool, words), shardings)
+    memory = _placed(EngineMemory(cache.pool, words), shardings)
     return (memory, sampled), taps
 
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def decode(
-    model: Any, memory: Memory, texts: Texts, last: jax.Array, active: jax.Array, steps: jax.Array,
+    model: Any, memory: EngineMemory, texts: TextRows, last: jax.Array, active: jax.Array, steps: jax.Array,
     least: jax.Array, *, how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
     """Generates token by token: at most ``steps``, and only while more than ``least`` texts go on.
@@ -161,7 +161,7 @@ def decode(
     """
 
     def call(pool: PagePool, last: jax.Array, lengths: jax.Array, active: jax.Array) -> Any:
-        cache = texts._replace(lengths=lengths).cache(Memory(pool, None))
+        cache = texts._replace(lengths=lengths).cache(EngineMemory(pool, None))
         run = lambda: model(last[:, None], cache, lengths=active.astype(jnp.int32), last=True)
         return tapped(model, patches, run)
 
@@ -187,7 +187,7 @@ def decode(
         counts, bad = counts + active.astype(jnp.int32), bad | (active & ~found.valid)
         ended = jnp.any(tokens[:, None] == texts.settings.ends, axis=1)
         active = active & ~ended & found.valid & (lengths + 1 < texts.limits)
-        memory = _placed(Memory(cache.pool, words), shardings)
+        memory = _placed(EngineMemory(cache.pool, words), shardings)
         return i + 1, memory, tokens, lengths, active, bad, counts, samples, recorded
 
     shapes, taps = jax.eval_shape(
@@ -217,7 +217,7 @@ def decode(
     return (memory, jax.tree.map(lambda a: _replicated(a, shardings), written)), recorded
 
 
-def _shapes(called: Any, choose: Any, texts: Texts, memory: Memory) -> Any:
+def _shapes(called: Any, choose: Any, texts: TextRows, memory: EngineMemory) -> Any:
     (logits, _), taps = called
     return choose(logits, texts.lengths, texts.lengths, texts.written, memory.words), taps
 
@@ -229,7 +229,7 @@ def start_words(words: Words, slot: jax.Array, new: Words) -> Words:
 
 
 def _sampled(
-    logits: jax.Array, texts: Texts, last: jax.Array, lengths: jax.Array, written: jax.Array,
+    logits: jax.Array, texts: TextRows, last: jax.Array, lengths: jax.Array, written: jax.Array,
     words: Words | None, how: Choosing, shardings: Shardings,
 ) -> Sampled:  # fmt: skip
     """Samples the token after ``last``, which is at position ``lengths - 1`` of each text."""
@@ -242,7 +242,9 @@ def _sampled(
     return jax.tree.map(lambda a: _replicated(a, shardings), found)
 
 
-def _added(words: Words | None, texts: Texts, tokens: jax.Array, is_new: jax.Array) -> Words | None:
+def _added(
+    words: Words | None, texts: TextRows, tokens: jax.Array, is_new: jax.Array
+) -> Words | None:
     """The words with the new tokens of those texts that use them."""
     if words is None:
         return None
@@ -258,11 +260,11 @@ def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
     return with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
 
 
-def _placed(memory: Memory, shardings: Shardings) -> Memory:
+def _placed(memory: EngineMemory, shardings: Shardings) -> EngineMemory:
     """The memory with the shardings of its pool, so that the next call needs no other executable."""
     if shardings is None:
         return memory
     leaves, structure = jax.tree.flatten(memory.pool)
     pairs = zip(leaves, shardings, strict=True)
     pool = jax.tree.unflatten(structure, [with_sharding(a, one) for a, one in pairs])
-    return Memory(pool, jax.tree.map(lambda a: _replicated(a, shardings), memory.words))
+    return EngineMemory(pool, jax.tree.map(lambda a: _replicated(a, shardings), memory.words))

@@ -31,9 +31,9 @@ from .grammar import mask_words
 from .pages import Pages
 from .programs import (
     Choosing,
+    EngineMemory,
     LogitsProcessor,
-    Memory,
-    Texts,
+    TextRows,
     decode,
     read,
     read_tokens,
@@ -87,7 +87,7 @@ class Scheduler:
         leaves = jax.tree.leaves(pool)
         where = [leaf.sharding for leaf in leaves]
         self._shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
-        self.memory = Memory(pool, None)
+        self.memory = EngineMemory(pool, None)
         platform = platform_of(mesh_of(where) or where[0])
         # Elsewhere a token of a ragged call would read a copy of all pages of its text.
         self._is_ragged = platform == "cpu" and not self._is_recurrent and not exact
@@ -406,7 +406,7 @@ class Scheduler:
 
     def _texts(
         self, texts: Sequence[RunningText], rows: int, more: int = 0, finishes: Sequence[bool] = ()
-    ) -> Texts:
+    ) -> TextRows:
         """The arrays of these texts, with padding up to ``rows``."""
         texts = list(texts)
         longest = max((len(text.pages) for text in texts), default=1)
@@ -427,7 +427,7 @@ class Scheduler:
             allowed = of(
                 lambda text: every if text.matcher is None else text.matcher.allowed(), every
             )
-        return Texts(
+        return TextRows(
             of(lambda text: text.slot, np.int32(self.slots)), table, of(lambda text: text.stored, zero),
             of(lambda text: text.limit, zero), of(lambda text: text.written, zero), np.asarray(done),
             of(lambda text: text.text_length[0], zero) if self._ropes else None, RowSettings(*settings), allowed,
@@ -469,7 +469,7 @@ class Scheduler:
             count += 1
             self._run(program, [], blank(rows), *args, width=width)
 
-        def blank(rows: int) -> Texts:
+        def blank(rows: int) -> TextRows:
             bits = None if allowed is None else np.broadcast_to(allowed, (rows, len(allowed)))
             table = np.full((rows, width), -1, np.int32)
             return self._texts([], rows)._replace(table=table, allowed=bits)
@@ -493,7 +493,7 @@ class Scheduler:
         return RowSettings.of(GREEDY, np.zeros(2, np.uint32), 0, ends, self._vocab_size)
 
     def _run(
-        self, program: Any, texts: Sequence[RunningText], arrays: Texts, *args: Any, width: int | None,
+        self, program: Any, texts: Sequence[RunningText], arrays: TextRows, *args: Any, width: int | None,
         counts: Any = None, keeps: bool = True,
     ) -> Any:  # fmt: skip
         """Dispatches a program, and keeps the memory that it returns."""
