@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from ..generate.completion import Completion
 from .running import RunningText
+
+_LOG = logging.getLogger("maxjax")
 
 
 class PendingAnswer:
@@ -25,8 +29,8 @@ class PendingAnswer:
         '37 + 48 = 85'
     """
 
-    def __init__(self, cancelled: Callable[[], None]):
-        self._cancelled, self._is_done = cancelled, False
+    def __init__(self, worker: Any):
+        self._worker, self._is_done = worker, False
         self._pieces: list[str] = []
         self._changed = threading.Condition()
         self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
@@ -46,17 +50,29 @@ class PendingAnswer:
         """Learns from the engine's thread that the answer has ended."""
         with self._changed:
             self._is_done = True
+            self._worker = None  # an answer that is kept does not keep the model
             callbacks, self._callbacks = self._callbacks, []
         self._notify()
         for function in callbacks:
-            function(self)
+            try:
+                function(self)
+            except Exception:  # it is the caller's, and other answers go on
+                _LOG.exception("a callback of an answer has raised an error")
 
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
             waiting, self._waiting = self._waiting, []
         for loop, future in waiting:
-            loop.call_soon_threadsafe(lambda one=future: one.done() or one.set_result(None))
+            # A loop that is closed raises this: nobody waits in it.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda one=future: one.done() or one.set_result(None))
+
+    def _wait(self, is_over: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Waits, with the lock held, until something is so; returns whether it is."""
+        if not is_over() and self._worker is not None:
+            self._worker.check_can_wait()
+        return self._changed.wait_for(is_over, timeout)
 
     @property
     def is_done(self) -> bool:
@@ -78,17 +94,19 @@ class PendingAnswer:
         Raises:
             TimeoutError: it has not ended by then; it goes on.
             FloatingPointError: the logits became NaN or infinite.
-            RuntimeError: the engine was closed, or has failed, before the end.
+            RuntimeError: the engine was closed, or has failed, before the end; or this is the engine's own thread, as
+                in a callback, and the answer has not ended.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_done, timeout):
+            if not self._wait(lambda: self._is_done, timeout):
                 raise TimeoutError(f"the answer has not ended within {timeout} seconds")
         return self._end()
 
     def add_done_callback(self, function: Callable[[PendingAnswer], None]) -> None:
         """Has a function called with this answer when it has ended; at once if it has.
 
-        It is called in the engine's thread, so it must be short.
+        It is called in the engine's thread, so it must be short, and cannot wait for other answers. An error that it
+        raises is logged.
         """
         with self._changed:
             if not self._is_done:
@@ -100,7 +118,9 @@ class PendingAnswer:
         """Ends the answer where it is: :meth:`result` is what was written before. Others go on."""
         assert self._text is not None
         self._text.is_cancelled = True
-        self._cancelled()
+        worker = self._worker
+        if worker is not None:
+            worker.cancelled()
 
     def _end(self) -> Completion:
         assert self._text is not None
@@ -112,7 +132,7 @@ class PendingAnswer:
         number = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda n=number: self._is_done or len(self._pieces) > n)
+                self._wait(lambda n=number: self._is_done or len(self._pieces) > n)
                 if number == len(self._pieces):
                     break
                 piece = self._pieces[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
-from ...errors import UserInputError, checked_integer
+from ...errors import UserInputError, checked_integer, first_line
 from ...graph.placement.specs import held_bytes
 from ...lockstep import Lockstep
 from ...models.weights import named_dtype, shardings_of
@@ -25,7 +26,7 @@ from .answer import PendingAnswer
 from .grammar import Grammar
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
-from .scheduler import ENDS, PAGE_SIZE, Scheduler
+from .scheduler import PAGE_SIZE, Scheduler
 
 # Tokens of each slot for which a cache without a given size has room.
 _TOKENS = 2048
@@ -106,10 +107,10 @@ class Engine:
             )
         _check_processor(logits_processor, model.config.vocab_size)
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
-        pages = page_count(model, slots, cache_bytes, dtype)
+        pages = page_count(model, self.slots, cache_bytes, dtype)
         scheduler = Scheduler(
             model,
-            slots,
+            self.slots,
             pages,
             chunk=chunk,
             cache_dtype=dtype,
@@ -118,10 +119,9 @@ class Engine:
         )
         scheduler.shows = False
         self._longest = min(model.max_length, pages * PAGE_SIZE)
-        self._number = 0
+        self._numbers = itertools.count()  # threads share it: each number is given once
         self._worker = _Worker(scheduler)
-        self._thread = threading.Thread(target=self._worker.run, name="maxjax.Engine", daemon=True)
-        self._thread.start()
+        self._worker.thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
     def submit(
@@ -172,11 +172,13 @@ class Engine:
         )  # fmt: skip
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
+        if salt is not None and not isinstance(salt, str):
+            raise TypeError(f"salt must be a str, not {type(salt).__name__}")
         if (request.sampling.logprobs or 0) > MOST_LOGPROBS:
             raise UserInputError(
                 f"logprobs is {request.sampling.logprobs}: in an Engine it is at most {MOST_LOGPROBS}"
             )
-        answer = PendingAnswer(self._worker.cancelled)
+        answer = PendingAnswer(self._worker)
         read = request.prompt(prompt)
         self._check_fits(read, request)
         matcher = None
@@ -184,10 +186,9 @@ class Engine:
             forms = {"schema": schema, "regex": regex, "grammar": grammar}
             size = self.model.config.vocab_size
             matcher = Grammar(self.tokenizer, size, request.eos_ids, **forms).start()
-        number, self._number = self._number, self._number + 1
         text = running_text(
-            request, read, key, 0, ENDS, number=number, matcher=matcher, priority=priority,
-            salt=(salt or "").encode(), told=answer.take, ended=answer.finish,
+            request, read, key, 0, number=next(self._numbers), matcher=matcher, priority=priority,
+            salt=(salt or "").encode("utf-8", "surrogatepass"), told=answer.take, ended=answer.finish,
         )  # fmt: skip
         answer.begin(text)
         self._worker.add(text)
@@ -221,23 +222,26 @@ class Engine:
     def close(self) -> None:
         """Ends all answers with an error, and frees the cache."""
         self._worker.stop()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is not self._worker.thread:
+            self._worker.thread.join()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is None:
-            self._worker.finish()
-        self.close()
+        try:
+            if kind is None:
+                self._worker.finish()
+        finally:
+            self.close()
 
     def __repr__(self) -> str:
         of = self._worker.scheduler
+        memory = getattr(of, "memory", None)  # the engine's thread may free it at any time
         size = (
-            bytes_text(sum(leaf.nbytes for leaf in jax.tree.leaves(of.memory)))
-            if hasattr(of, "memory")
-            else "closed"
+            "closed"
+            if memory is None
+            else bytes_text(sum(leaf.nbytes for leaf in jax.tree.leaves(memory)))
         )
         return (
             f"Engine({type(self.model).__name__}, {len(of.running)} of {of.slots} slots, {len(of.waiting)} waiting, "
@@ -250,6 +254,7 @@ class _Worker:
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
+        self.thread = threading.Thread(target=self.run, name="maxjax.Engine", daemon=True)
         self.coming: list[RunningText] = []
         self._calls: list[Any] = []
         self._changed = threading.Condition()
@@ -270,8 +275,16 @@ class _Worker:
             self.scheduler.has_cancelled = True
             self._changed.notify_all()
 
+    def check_can_wait(self) -> None:
+        """Raises RuntimeError in the engine's own thread, which would wait for itself."""
+        if threading.current_thread() is self.thread:
+            raise RuntimeError(
+                "a callback cannot wait for the engine: it is called in the engine's thread"
+            )
+
     def call(self, function: Any) -> Any:
         """Calls a function of the scheduler in the engine's thread, between two steps."""
+        self.check_can_wait()
         done: list[Any] = []
         with self._changed:
             if self._is_closed:
@@ -288,6 +301,7 @@ class _Worker:
 
     def finish(self) -> None:
         """Waits until all texts have ended."""
+        self.check_can_wait()
         with self._changed:
             self._changed.wait_for(lambda: self._is_idle or self._is_closed)
 
@@ -375,6 +389,10 @@ def page_count(model: Any, slots: int, cache_bytes: int | str | None, dtype: DTy
 def _check_processor(processor: LogitsProcessor | None, vocab_size: int) -> None:
     if processor is None:
         return
+    try:
+        hash(processor)
+    except TypeError as error:
+        raise UserInputError(f"logits_processor must be hashable: {first_line(error)}") from error
     logits = jax.ShapeDtypeStruct((2, vocab_size), jnp.float32)
     ids = jax.ShapeDtypeStruct((2,), jnp.int32)
     found = jax.eval_shape(processor, logits, ids, ids)

@@ -99,14 +99,27 @@ class RunningText:
         if self.matcher is not None:
             self._match(partial.tokens[before:])
         if found.bad[row] and not partial.done:
-            self.end(
-                FloatingPointError(
-                    f"after {len(partial.tokens)} tokens of the answer to prompt {self.number} the logits are NaN or "
-                    "infinite: no token can be chosen. maxjax.first_nan(model, ids) names the layer"
-                )
-            )
+            self.end(self._nothing_chosen())
         elif partial.done or len(self.tokens) >= self.limit:
             self.end()
+
+    def _nothing_chosen(self) -> Exception:
+        """The error that says why no token could be chosen."""
+        if self.matcher is not None:
+            choices = np.unpackbits(self.matcher.allowed().view(np.uint8), bitorder="little")
+            excluded = [] if self.bias is None else np.flatnonzero(np.isneginf(self.bias))
+            choices[excluded] = 0
+            if self.written < self.settings.min_new_tokens:
+                choices[self.settings.ends] = 0
+            if not choices.any():
+                return UserInputError(
+                    f"prompt {self.number}: after {self.written} tokens of its answer, banned, logit_bias or "
+                    "min_new_tokens exclude every token that its grammar allows"
+                )
+        return FloatingPointError(
+            f"after {self.written} tokens of the answer to prompt {self.number} the logits are NaN or infinite: no "
+            "token can be chosen. maxjax.first_nan(model, ids) names the layer"
+        )
 
     def _match(self, tokens: list[int]) -> None:
         """Goes on in the grammar; the text ends where the grammar does."""
@@ -143,7 +156,7 @@ def row_of(
 
 
 def running_text(
-    request: Request, prompt: Prompt, key: Any, text: int, end_count: int, **options: Any
+    request: Request, prompt: Prompt, key: Any, text: int, **options: Any
 ) -> RunningText:
     """The text of a request that is checked.
 
@@ -152,7 +165,6 @@ def running_text(
         prompt: what the model reads.
         key: random key; None for ``jax.random.key(0)``.
         text: number of the text among those with this key.
-        end_count: number of tokens that end a text and are known to the programs.
         options: further arguments of ``RunningText``.
     """
     sampling, size = request.sampling, request.model.config.vocab_size
@@ -161,10 +173,7 @@ def running_text(
         checked = checked_key(key)
         typed = jnp.issubdtype(checked.dtype, jax.dtypes.prng_key)
         words = np.asarray(jax.random.key_data(checked) if typed else checked)[..., :2]
-    ends = np.full(end_count, -1, np.int32)
-    # The host ends a text with any of them; those that the programs know end it without a further step.
-    known = request.eos_ids[:end_count]
-    ends[: len(known)] = known
+    ends = np.asarray(request.eos_ids, np.int32)
     bias = None
     if uses_words(sampling):
         check_tokens(sampling, size)

@@ -42,8 +42,8 @@ from .programs import (
 from .running import RunningText, Stage, row_of
 
 PAGE_SIZE = 64
-ENDS = 32
-"""The largest number of tokens that end a text, unless a scheduler is made for more."""
+# Programs are for so many tokens that end a text; one with more has programs of its own.
+_LEAST_ENDS = 32
 _LEAST_TOKENS, _LEAST_PAGES = 16, 8
 # The longest dispatch in seconds: a new prompt waits for it, and a stop string is noticed only after it.
 _DISPATCH_S = 0.1
@@ -62,7 +62,6 @@ class Scheduler:
         pages: number of pages of the cache.
         chunk: largest number of prompt tokens that are read between two steps; a power of two.
         cache_dtype: dtype of keys and values; None for the model's.
-        end_count: largest number of tokens that end a text.
         tops: number of most probable tokens that are reported where a text wants log-probabilities.
         exact: whether a text gets the same bits whatever else runs. Each page of a prompt is then read by itself, each
             step is for all slots, and a text gets all its pages at once, so that it is never put back.
@@ -71,11 +70,10 @@ class Scheduler:
 
     def __init__(
         self, model: Any, slots: int, pages: int, *, chunk: int = 512, cache_dtype: Any = None,
-        end_count: int = ENDS, tops: int = MOST_LOGPROBS, exact: bool = False,
-        logits_processor: LogitsProcessor | None = None,
+        tops: int = MOST_LOGPROBS, exact: bool = False, logits_processor: LogitsProcessor | None = None,
     ):  # fmt: skip
         self.model, self.slots, self.chunk = model, slots, chunk
-        self._vocab_size, self._end_count = model.config.vocab_size, end_count
+        self._vocab_size = model.config.vocab_size
         self._how, self._is_exact = Choosing(tops, logits_processor), exact
         self._ropes = model.config.ropes_by_length
         self._observer, self._together = ProgramObserver(model), Lockstep("generate", ())
@@ -114,6 +112,8 @@ class Scheduler:
         while place and self.waiting[place - 1].priority > text.priority:
             place -= 1
         self.waiting.insert(place, text)
+        if text.is_cancelled:  # before it was in the queue
+            self.has_cancelled = True
 
     @isolated()
     def step(self) -> None:
@@ -124,7 +124,8 @@ class Scheduler:
         self._write()
 
     def close(self) -> None:
-        """Frees the memory on the devices."""
+        """Frees the memory on the devices, and forgets all texts."""
+        self.waiting, self.running = [], []
         if hasattr(self, "memory"):
             del self.memory
 
@@ -416,10 +417,7 @@ class Scheduler:
             table[row, : len(text.pages)] = text.pages
         of = lambda get, rest: row_of(texts, rows, get, rest)
         zero = np.int32(0)
-        settings = [
-            np.stack([*(text.settings[i] for text in texts), *[rest] * (rows - len(texts))])
-            for i, rest in enumerate(self.blank_settings)
-        ]
+        settings = self._settings(texts, rows)
         done = [*finishes, *[False] * (rows - len(finishes))]
         allowed = None
         if any(text.matcher is not None for text in texts):
@@ -430,8 +428,18 @@ class Scheduler:
         return TextRows(
             of(lambda text: text.slot, np.int32(self.slots)), table, of(lambda text: text.stored, zero),
             of(lambda text: text.limit, zero), of(lambda text: text.written, zero), np.asarray(done),
-            of(lambda text: text.text_length[0], zero) if self._ropes else None, RowSettings(*settings), allowed,
+            of(lambda text: text.text_length[0], zero) if self._ropes else None, settings, allowed,
         )  # fmt: skip
+
+    def _settings(self, texts: Sequence[RunningText], rows: int) -> RowSettings:
+        """The settings of these texts, with padding up to ``rows``."""
+        width = bucket(max((len(text.settings.ends) for text in texts), default=0), _LEAST_ENDS)
+        none = np.full(width, -1, np.int32)
+        padded = lambda ends: np.concatenate([ends, none[len(ends) :]])
+        each = [text.settings._replace(ends=padded(text.settings.ends)) for text in texts]
+        blank = RowSettings.of(GREEDY, np.zeros(2, np.uint32), 0, none, self._vocab_size)
+        each += [blank] * (rows - len(texts))
+        return RowSettings(*map(np.stack, zip(*each, strict=True)))
 
     def _widths(self, longest: int | None = None) -> Iterator[int]:
         """The sizes of tables of pages: few, so that few programs are compiled; up to that of ``longest`` tokens."""
@@ -485,12 +493,6 @@ class Scheduler:
             none = np.zeros(rows, np.int32)
             run(decode, rows, none, none > 0, np.int32(1), np.int32(0))
         return count
-
-    @property
-    def blank_settings(self) -> RowSettings:
-        """The settings of a row that is padding."""
-        ends = np.full(self._end_count, -1, np.int32)
-        return RowSettings.of(GREEDY, np.zeros(2, np.uint32), 0, ends, self._vocab_size)
 
     def _run(
         self, program: Any, texts: Sequence[RunningText], arrays: TextRows, *args: Any, width: int | None,

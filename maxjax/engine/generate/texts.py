@@ -18,7 +18,7 @@ from ...nn.layer.observe.programs import ProgramObserver
 from ...progress import Task, task
 from ...text.tokenizer.arguments import check_is_tokenizer
 from ..batching.running import RunningText, running_text
-from ..batching.scheduler import ENDS, PAGE_SIZE, Scheduler
+from ..batching.scheduler import PAGE_SIZE, Scheduler
 from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
 from .batch import Batch, bucket, check_chunk
@@ -264,14 +264,12 @@ def _as_slots_are_free(
     slots = min(batch_size, bucket(len(read)))
     # Room for the longest texts side by side: none of them ever waits for pages.
     pages = bucket(sum(-(-n // PAGE_SIZE) for n in limits[:slots]))
-    ends, tops = max(ENDS, len(request.eos_ids)), max(MOST_LOGPROBS, request.sampling.logprobs or 0)
-    scheduler = Scheduler(
-        request.model, slots, pages, chunk=chunk, cache_dtype=dtype, end_count=ends, tops=tops
-    )
+    tops = max(MOST_LOGPROBS, request.sampling.logprobs or 0)
+    scheduler = Scheduler(request.model, slots, pages, chunk=chunk, cache_dtype=dtype, tops=tops)
     ended: list[RunningText] = []
     try:
         for i, prompt in enumerate(read):
-            scheduler.add(running_text(request, prompt, key, i, ends, number=i, ended=ended.append))
+            scheduler.add(running_text(request, prompt, key, i, number=i, ended=ended.append))
         while scheduler.is_busy:
             scheduler.step()
             for text in ended:

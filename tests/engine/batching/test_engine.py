@@ -70,6 +70,7 @@ def test_keys_and_ends(model):
         {"temperature": 1.0, "key": key, "max_new_tokens": 20},
         {"eos_ids": [end, 94], "max_new_tokens": 20},
         {"eos_ids": [end], "min_new_tokens": 8, "max_new_tokens": 20},
+        {"eos_ids": range(40), "min_new_tokens": 20, "temperature": 1.0, "max_new_tokens": 30},
     ]
     with maxjax.Engine(model, slots=4) as engine:
         answers = [engine.submit(PROMPTS[0], **o) for o in each]

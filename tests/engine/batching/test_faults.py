@@ -1,0 +1,170 @@
+"""Faults of a caller, or of one prompt: the others go on, and nobody waits for ever."""
+
+import asyncio
+import gc
+import logging
+import threading
+import weakref
+
+import jax
+import pytest
+
+import maxjax
+from maxjax.errors import UserInputError
+
+SUM, ANSWER = "What is 37 + 48?", "37 + 48 = 85"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return maxjax.load("tiny")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    with maxjax.Engine(*tiny, slots=2) as found:
+        yield found
+
+
+def test_callback_that_raises(engine, caplog):
+    answer = engine.submit(SUM, max_new_tokens=30)
+    with caplog.at_level(logging.ERROR, "maxjax"):
+        answer.add_done_callback(lambda one: 1 / 0)
+        assert engine.submit(SUM).result(60) == ANSWER
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_callback_submits_but_cannot_wait(tiny):
+    found = []
+
+    def ended(answer):
+        following = engine.submit(SUM)
+        for wait in (following.result, lambda: list(following), engine.compile):
+            with pytest.raises(RuntimeError, match="own thread|engine's thread"):
+                wait()
+        found.extend([answer.result(), following])
+
+    with maxjax.Engine(*tiny, slots=1) as engine:
+        engine.submit(SUM).add_done_callback(ended)
+    assert found[0] == ANSWER == found[1].result(60)
+
+
+def test_cancelled_before_it_is_in_the_queue(engine):
+    """In the moment between the engine's look at what has come and its look at what is cancelled."""
+
+    def at_once(scheduler):
+        made.append(engine.submit(SUM, max_new_tokens=100, eos_ids=()))
+        made[0].cancel()
+
+    made = []
+    running = engine.submit(SUM, max_new_tokens=100, eos_ids=())
+    next(iter(running))
+    engine._worker.call(at_once)
+    assert running.result() and not made[0].result(60)
+
+
+def test_event_loop_that_is_gone(engine):
+    """A coroutine gives up, and its loop is closed before the answer has its next piece."""
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(engine.submit(SUM, max_new_tokens=100, eos_ids=()), 0.001))
+    assert engine.submit(SUM).result(60) == ANSWER
+
+
+def test_threads_are_not_kept_waiting(tiny):
+    """Whoever waits learns that the engine is closed, by whichever way they wait."""
+    engine, errors = maxjax.Engine(*tiny, slots=1), []
+    answers = [engine.submit(SUM, max_new_tokens=200, eos_ids=()) for _ in range(2)]
+
+    def all_of(waits):
+        try:
+            waits()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    async def gathered():
+        await asyncio.gather(*answers)
+
+    waits = [w for a in answers for w in (a.result, lambda a=a: list(a))]
+    waits += [engine.compile, lambda: asyncio.run(gathered())]
+    threads = [threading.Thread(target=all_of, args=(one,)) for one in waits]
+    for thread in threads:
+        thread.start()
+    next(iter(answers[0]))
+    engine.close()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(errors) >= 5 and all("closed" in error for error in errors)
+    assert engine.stats().running == engine.stats().waiting == 0 and "closed" in repr(engine)
+
+
+def test_weights_that_are_gone():
+    model, tokenizer = maxjax.load("tiny")
+    engine = maxjax.Engine(model, tokenizer, slots=1)
+    answers = [engine.submit(SUM, max_new_tokens=200, eos_ids=()) for _ in range(3)]
+    next(iter(answers[0]))
+    for leaf in jax.tree.leaves(model):
+        leaf.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        answers[2].result(60)
+    engine.close()
+
+
+def test_interrupted_while_it_waits(tiny, monkeypatch):
+    """Ctrl-C at the end of a with block: the engine is closed."""
+    with pytest.raises(KeyboardInterrupt):
+        with maxjax.Engine(*tiny, slots=1) as engine:
+            worker = engine._worker
+
+            def interrupted():
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(worker, "finish", interrupted)
+    assert not worker.thread.is_alive()
+
+
+def test_dropped_engine_frees_everything():
+    """Also if its answers are kept."""
+    model, tokenizer = maxjax.load("tiny")
+    engine = maxjax.Engine(model, tokenizer, slots=1)
+    answer = engine.submit(SUM)
+    assert answer.result() == ANSWER
+    thread, pool, weights = (
+        engine._worker.thread,
+        weakref.ref(engine._worker.scheduler.memory.pool),
+        weakref.ref(model.model),
+    )
+    del engine, model
+    thread.join(60)
+    gc.collect()
+    assert not thread.is_alive() and pool() is None and weights() is None
+    assert answer.result() == ANSWER
+
+
+def test_grammar_that_leaves_nothing(engine):
+    """Only that answer ends with an error, which says why."""
+    tokenizer = engine.tokenizer
+    others = [engine.submit(SUM), engine.submit(SUM, regex="[0-9 +=]*")]
+    size = engine.model.config.vocab_size
+    banned = [i for i in range(size) if "a" in tokenizer.decode([i])]
+    wrong = engine.submit("x", regex="a+", banned=banned)
+    short = engine.submit("x", regex="(b|bc)", banned=tokenizer.encode("c"), min_new_tokens=3)
+    for answer in (wrong, short):
+        with pytest.raises(UserInputError, match="every token that its grammar allows"):
+            answer.result()
+    assert others[0].result() == ANSWER and set(others[1].result()) <= set("0123456789 +=")
+
+
+def test_refused_types(engine):
+    for salt in (b"a", 5):
+        with pytest.raises(TypeError, match="salt"):
+            engine.submit(SUM, salt=salt)
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, logits, last, positions):
+            return logits
+
+    with pytest.raises(UserInputError, match="hashable"):
+        maxjax.Engine(engine.model, logits_processor=Unhashable())
