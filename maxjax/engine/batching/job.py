@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import queue
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from ...progress import Task, task
 from .answer import PendingAnswer
 from .engine import Engine
 
+# Each line of answers begins with it, also one that was cut.
+_BEGINNING = b'{"index": '
 _KINDS = ("prompt", "messages", "tokens")
 
 
@@ -67,8 +70,9 @@ def run_job(
             ``key`` and its index.
 
     Raises:
-        UserInputError: a file cannot be opened, ``target`` is not the result of such a job, or another process is
-            writing it.
+        UserInputError: a file cannot be opened or is not a regular one, ``target`` is not the result of such a job, or
+            another process is writing it.
+        OSError: a line cannot be written, as on a full disk. The job goes on from there when it is run again.
 
     Example:
         >>> import maxjax, tempfile
@@ -82,6 +86,8 @@ def run_job(
     """
     began = time.monotonic()
     try:
+        _check_regular(source, must_exist=True)
+        _check_regular(target, must_exist=False)
         total = _line_count(source)
         file = open(target, "a+b", buffering=0)
     except OSError as error:
@@ -89,16 +95,21 @@ def run_job(
     with file, task("generating", total, unit=" texts") as progress:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise UserInputError(f"{target}: another process is writing it") from error
+        if os.path.samefile(source, target):
+            raise UserInputError(f"{target} is the file of prompts, not the result of such a job")
         done = _written(file, target)
         before = len(done)
         progress.add(before)
         job = _Job(engine, file, progress, settings)
-        for line in _lines(source):
-            if line.number not in done:
-                job.start(line)
-        job.finish()
+        try:
+            for line in _lines(source):
+                if line.number not in done:
+                    job.start(line)
+            job.finish()
+        finally:
+            job.cancel()
         os.fsync(file.fileno())
     return JobResult(job.answers, job.errors, before, job.tokens, time.monotonic() - began)
 
@@ -109,13 +120,14 @@ class _Job:
     def __init__(self, engine: Engine, file: Any, progress: Task, settings: Mapping[str, Any]):
         self._engine, self._file, self._progress, self._settings = engine, file, progress, settings
         self._ended: queue.SimpleQueue[tuple[_Line, PendingAnswer]] = queue.SimpleQueue()
-        self._open, self._most = 0, 2 * engine.slots
+        self._open: set[PendingAnswer] = set()
+        self._most = 2 * engine.slots
         self._began = time.monotonic()
         self.answers = self.errors = self.tokens = 0
 
     def start(self, line: _Line) -> None:
         """Puts a prompt into the engine, once there is room."""
-        while self._open >= self._most:
+        while len(self._open) >= self._most:
             self._write_next()
         if line.error is not None:
             return self._write(line, {"error": line.error})
@@ -126,7 +138,7 @@ class _Job:
             answer = self._engine.submit(line.prompt, **settings)
         except (UserInputError, TypeError) as error:
             return self._write(line, {"error": first_line(error)})
-        self._open += 1
+        self._open.add(answer)
         answer.add_done_callback(lambda one: self._ended.put((line, one)))
 
     def finish(self) -> None:
@@ -134,9 +146,14 @@ class _Job:
         while self._open:
             self._write_next()
 
+    def cancel(self) -> None:
+        """Ends the answers that nobody waits for any more."""
+        for answer in self._open:
+            answer.cancel()
+
     def _write_next(self) -> None:
         line, answer = self._ended.get()
-        self._open -= 1
+        self._open.remove(answer)
         try:
             found = answer.result()
         except FloatingPointError as error:
@@ -154,8 +171,22 @@ class _Job:
         self.errors += "error" in found
         text = json.dumps({"index": line.number, **line.known, **found}, ensure_ascii=False)
         # One call for the whole line: what a kill leaves is lines, or at worst a part of the last one.
-        self._file.write(text.encode("utf-8", "backslashreplace") + b"\n")
+        rest = text.encode("utf-8", "backslashreplace") + b"\n"
+        while rest:  # a disk that becomes full takes a part, and the next call says why
+            rest = rest[self._file.write(rest) :]
         self._progress.add(1)
+
+
+def _check_regular(path: str | os.PathLike[str], must_exist: bool) -> None:
+    """Raises UserInputError for a directory, pipe or device, before it is opened: that could wait for ever."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if must_exist:
+            raise
+        return
+    if not stat.S_ISREG(mode):
+        raise UserInputError(f"{path} is not a regular file")
 
 
 def _line_count(path: str | os.PathLike[str]) -> int:
@@ -194,16 +225,17 @@ def _read_line(number: int, line: bytes) -> _Line:
 
 
 def _written(file: Any, path: str | os.PathLike[str]) -> set[int]:
-    """The indices of the lines in the file of answers; a line at its end without a newline is removed."""
+    """The indices of the lines in the file of answers; a line at its end that was cut is removed."""
     file.seek(0)
     done: set[int] = set()
     end = 0
     for line in open(file.fileno(), "rb", closefd=False):
-        if not line.endswith(b"\n"):
+        is_ours = line.startswith(_BEGINNING[: len(line)])
+        if is_ours and not line.endswith(b"\n"):
             break
         end += len(line)
         try:
-            number = json.loads(line)["index"]
+            number = json.loads(line)["index"] if is_ours else None
         except (ValueError, KeyError, TypeError, RecursionError):
             number = None
         if type(number) is not int:

@@ -13,7 +13,7 @@ import pytest
 
 import maxjax
 from maxjax.cli import main
-from maxjax.engine.batching.job import run_job
+from maxjax.engine.batching.job import _Job, run_job
 from maxjax.errors import UserInputError
 
 
@@ -77,6 +77,80 @@ def test_refused(engine, tmp_path):
     assert len(lines(source)) == 2
     with pytest.raises(UserInputError, match="No such file"):
         run_job(engine, source, tmp_path / "no" / "out")
+
+
+@pytest.mark.parametrize(
+    "content", [b"not ours", b'"What is 1 + 1?"', b"\0\1\2", b"[", b'{"x": 1}']
+)
+def test_other_files_are_left_as_they_are(engine, tmp_path, content):
+    """Also one whose only line has no newline, as a line that was cut."""
+    source, target = asked(tmp_path / "in", 2), tmp_path / "other"
+    target.write_bytes(content)
+    for given in (source, target):
+        with pytest.raises(UserInputError, match="not the result"):
+            run_job(engine, given, target)
+    assert target.read_bytes() == content
+
+
+def test_what_is_no_file(engine, tmp_path):
+    """A directory, a pipe and a device are refused at once: none is waited for."""
+    source = asked(tmp_path / "in", 2)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(UserInputError, match="regular file"):
+            run_job(engine, source, path)
+        with pytest.raises(UserInputError, match="regular file"):
+            run_job(engine, path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_strange_lines(engine, tmp_path):
+    """Each gets its own error, and the others their answers."""
+    deep = b'{"prompt": "a", "id": ' + b"[" * 900 + b"]" * 900 + b"}"
+    given = [
+        b"\xff\xfe", b'"\xc3"', b'"\\ud800"', b'"What is 1 + 2?"\r', b"[" * 99999, b"9" * 9999, deep,
+        b'"' + b"a" * 1_000_000 + b'"', b'{"prompt": "What is 1 + 1?", "id": NaN}', b'{"prompt": 5}',
+        b'{"prompt": "What is 1 + 1?", "id": "\\ud800"}', b"\x00",
+    ]  # fmt: skip
+    (tmp_path / "in").write_bytes(b"\n".join(given))
+    run_job(engine, tmp_path / "in", tmp_path / "out", max_new_tokens=12)
+    found = {line["index"]: line for line in lines(tmp_path / "out")}
+    assert sorted(found) == list(range(len(given)))
+    assert [i for i in found if "error" not in found[i] and i != 6] in ([3, 8, 10], [3, 10, 8])
+    assert found[3]["text"] == "1 + 2 = 3" and found[10]["id"] == "\ud800"
+
+
+def test_full_disk(engine, tmp_path):
+    """The job ends with the system's error, and goes on where it was."""
+    source, target = asked(tmp_path / "in", 30), tmp_path / "out"
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700)); "
+        "from maxjax.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    options = ["generate", "--input", source, "--output", target]
+    ended = subprocess.run(
+        [sys.executable, "-c", limited, *options],
+        env={**os.environ, "MAXJAX_COMPILE_CACHE": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode and "File too large" in ended.stderr and "Traceback" not in ended.stderr
+    assert target.stat().st_size == 700
+    run_job(engine, source, target)
+    assert sorted(line["index"] for line in lines(target)) == list(range(30))
+
+
+def test_an_interrupt_cancels_the_answers(engine, tmp_path, monkeypatch):
+    """The engine does not write what nobody will read."""
+
+    def interrupted(job, line, found):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Job, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(engine, asked(tmp_path / "in", 30), tmp_path / "out", eos_ids=(), max_new_tokens=60)
+    engine.submit("What is 1 + 1?").result()
+    assert engine.stats().running == engine.stats().waiting == 0
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.extra)])
