@@ -147,9 +147,10 @@ class Engine:
 
         Args:
             prompt: text, the messages of a chat, or token ids.
-            max_new_tokens, stop, eos_ids, key, sampling, chat, template_kwargs, skip_special_tokens, values: as for
+            max_new_tokens, stop, eos_ids, sampling, chat, template_kwargs, skip_special_tokens, values: as for
                 :func:`maxjax.generate`. ``logprobs`` is at most 20.
-            priority: prompts with a smaller number are started first.
+            key: random key. Without it, each prompt of the engine draws with another one.
+            priority: prompts with a smaller number are started first, and keep their pages when there are too few.
             salt: only prompts with an equal one share pages, so that the time of an answer tells nobody whether others
                 have asked with the same beginning.
 
@@ -186,8 +187,9 @@ class Engine:
             forms = {"schema": schema, "regex": regex, "grammar": grammar}
             size = self.model.config.vocab_size
             matcher = Grammar(self.tokenizer, size, request.eos_ids, **forms).start()
+        number = next(self._numbers)
         text = running_text(
-            request, read, key, 0, number=next(self._numbers), matcher=matcher, priority=priority,
+            request, read, key, number if key is None else 0, number=number, matcher=matcher, priority=priority,
             salt=(salt or "").encode("utf-8", "surrogatepass"), told=answer.take, ended=answer.finish,
         )  # fmt: skip
         answer.begin(text)

@@ -76,7 +76,8 @@ def run_job(
 
     Example:
         >>> import maxjax, tempfile
-        >>>         >>> folder = Path(tempfile.mkdtemp())
+        >>> from pathlib import Path
+        >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "in.jsonl").write_text('"What is 2 + 3?"\\n{"prompt": "What is 1 + 1?", "id": "b"}\\n')
         >>> with maxjax.Engine(*maxjax.load("tiny"), slots=2) as engine:
         ...     run_job(engine, folder / "in.jsonl", folder / "out.jsonl").answers

@@ -29,10 +29,10 @@ class Pages:
     Example:
         >>> pages = Pages(4, 2)
         >>> keys = pages.keys([5, 6, 7, 8, 9], b"")
-        >>> first = pages.take(3)
-        >>> pages.name(first, keys)  # two of them are full
-        >>> pages.give(first)
-        >>> pages.find(keys) == first[:2], pages.free
+        >>> first = pages.allocate(3)
+        >>> pages.publish(first, keys)  # two of them are full
+        >>> pages.release(first)
+        >>> pages.share(keys) == first[:2], pages.free
         (True, 2)
     """
 
@@ -48,7 +48,7 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """The number of pages that :meth:`take` can give."""
+        """The number of pages that :meth:`allocate` can give."""
         return len(self._empty) + len(self._kept)
 
     def needed(self, tokens: int) -> int:
@@ -69,8 +69,12 @@ class Pages:
             found.append(key)
         return found
 
-    def find(self, keys: Sequence[Key]) -> list[int]:
-        """Takes the pages with these keys, up to the first that does not exist."""
+    def has(self, key: Key) -> bool:
+        """Whether a page has this key."""
+        return key in self._numbers
+
+    def share(self, keys: Sequence[Key]) -> list[int]:
+        """Takes the pages with these keys for one more text, up to the first key that no page has."""
         found = []
         for key in keys:
             number = self._numbers.get(key)
@@ -81,8 +85,8 @@ class Pages:
             found.append(number)
         return found
 
-    def take(self, count: int) -> list[int] | None:
-        """Takes so many pages whose content does not matter; None if there are fewer."""
+    def allocate(self, count: int) -> list[int] | None:
+        """Takes so many pages that nobody uses; None if there are fewer."""
         if count > self.free:
             return None
         found = []
@@ -96,13 +100,13 @@ class Pages:
             found.append(number)
         return found
 
-    def name(self, numbers: Sequence[int], keys: Sequence[Key]) -> None:
+    def publish(self, numbers: Sequence[int], keys: Sequence[Key]) -> None:
         """Gives the pages of a text the keys of its tokens, for later texts; as many as there are keys."""
         for number, key in zip(numbers, keys, strict=False):
             if key not in self._numbers and number not in self._keys:
                 self._keys[number], self._numbers[key] = key, number
 
-    def give(self, numbers: Sequence[int]) -> None:
+    def release(self, numbers: Sequence[int]) -> None:
         """Gives the pages of a text back; those with keys stay for later texts."""
         for number in reversed(
             numbers
@@ -114,7 +118,7 @@ class Pages:
                 else:
                     self._empty.append(number)
 
-    def forget(self, numbers: Sequence[int]) -> None:
+    def withdraw(self, numbers: Sequence[int]) -> None:
         """Removes the keys of these pages: their content is not what the keys say."""
         for number in numbers:
             key = self._keys.pop(number, None)

@@ -1,8 +1,16 @@
 """RunningText: one prompt and its answer, from the queue to its last token.
 
-A text waits in the queue; it gets a slot and pages, and its prompt is read in pieces; then its answer is written token
-by token, until it has ended. A text whose pages another one needs waits again, and is read again: its tokens, and so
-its answer, stay the same.
+    WAITING ──▶ READING ──▶ WRITING ──▶ ENDED
+
+* **WAITING**: in the queue, without memory. The scheduler gives it a slot and pages; pages that have the first tokens
+  of its prompt already are shared, and these tokens are not read again.
+* **READING**: the model reads its tokens piece by piece. The last piece gives the first token of the answer.
+* **WRITING**: each step reads the last token and gives another one, which :meth:`RunningText.take` adds.
+* **ENDED**: by an end-of-text token, a stop string, the end of a grammar, its limit or a cancel; or with an error: its
+  logits are not finite, its grammar has failed, or the engine was closed. The scheduler then takes slot and pages.
+
+From READING and WRITING a text goes back to WAITING (preemption) if a more urgent one needs its pages, or if it has
+outgrown the RoPE of its keys. It keeps its tokens, and they are read again.
 """
 
 from __future__ import annotations
@@ -45,9 +53,9 @@ class RunningText:
         settings: how tokens are chosen, as NumPy scalars.
         bias: what is added to logits, float32 ``[V]``; None for nothing.
         matcher: where the answer is in its grammar; None for an answer without one.
-        number: the number of the text, for its random key, messages and captures.
+        number: the number of the text, for messages and captures.
         priority: texts with a smaller number are started first.
-        salt: what else than tokens decides the content of its pages.
+        salt: only texts with an equal salt share pages.
         told: function that is called with each piece of text.
         ended: function that is called with this object when it has ended.
 
@@ -55,7 +63,10 @@ class RunningText:
         stage: where it is in its life.
         tokens: the prompt and the tokens of the answer.
         stored: number of tokens whose keys and values are in its pages.
+        recorded: the largest number that ``stored`` has had: what captures have seen.
         slot, pages: what it has of the engine's memory.
+        keys: what its prompt's pages are known by; None until the scheduler has computed them.
+        is_cancelled: whether it is to end as it is.
         text_length: the length for which RoPE rotates its keys, and the largest length for which it stays that.
         error: what ended it instead of its last token.
     """
@@ -75,7 +86,7 @@ class RunningText:
         self.stored = self.recorded = 0
         self.slot: int | None = None
         self.pages: list[int] = []
-        self.keys: list[Key] = []
+        self.keys: list[Key] | None = None
         self.text_length: tuple[int, int] = (0, 0)
         self.is_cancelled = False
 
@@ -141,8 +152,8 @@ class RunningText:
         self._ended(self)
 
     def wait_again(self) -> None:
-        """Back to the queue, without slot and pages."""
-        self.stage, self.stored, self.slot, self.pages, self.keys = Stage.WAITING, 0, None, [], []
+        """Goes back to the queue, after the scheduler has taken its slot and pages."""
+        self.stage, self.stored, self.keys = Stage.WAITING, 0, None
 
 
 def row_of(

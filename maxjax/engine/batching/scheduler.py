@@ -6,6 +6,7 @@ texts that have been read write some tokens. It runs in one thread; ``Engine`` h
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,7 +46,8 @@ PAGE_SIZE = 64
 # Programs are for so many tokens that end a text; one with more has programs of its own.
 _LEAST_ENDS = 32
 _LEAST_TOKENS, _LEAST_PAGES = 16, 8
-# The longest dispatch in seconds: a new prompt waits for it, and a stop string is noticed only after it.
+# The duration of a dispatch that is aimed at, in seconds: a new prompt waits for it, and a stop string is noticed
+# only after it.
 _DISPATCH_S = 0.1
 # Up to this position, tokens of several texts are read together, each of which attends to its text by itself.
 _RAGGED = 2048
@@ -106,10 +108,11 @@ class Scheduler:
         """Whether a text waits or runs."""
         return bool(self.waiting or self.running)
 
-    def add(self, text: RunningText) -> None:
-        """Puts a text into the queue, behind those of the same priority."""
+    def add(self, text: RunningText, *, again: bool = False) -> None:
+        """Puts a text into the queue, behind those of its priority; in front of them if it has run before."""
+        least = text.priority - again
         place = len(self.waiting)
-        while place and self.waiting[place - 1].priority > text.priority:
+        while place and self.waiting[place - 1].priority > least:
             place -= 1
         self.waiting.insert(place, text)
         if text.is_cancelled:  # before it was in the queue
@@ -145,51 +148,57 @@ class Scheduler:
         """Gives slots and pages to the first texts of the queue."""
         later = []
         for place, text in enumerate(self.waiting):
-            if not self._free:
-                later += self.waiting[place:]
+            self._prepare(text)
+            if self._free and self._is_prefix_coming(text):
+                later.append(text)  # it is cheaper to wait for these pages than to read them twice
+            elif not self._free or not self._allocate(text):
+                later += self.waiting[place:]  # those behind it must not overtake it
                 break
-            fits = self._given_pages(text)
-            if fits is None:  # there are too few pages: those behind it must not overtake it
-                later += self.waiting[place:]
-                break
-            if not fits:
-                later.append(text)
-                continue
-            text.slot, text.stage = self._free.pop(), Stage.READING
-            self.running.append(text)
-            if text.settings.has_words:
-                self._start_words(text)
+            else:
+                text.slot, text.stage = self._free.pop(), Stage.READING
+                self.running.append(text)
+                if text.settings.has_words:
+                    self._start_words(text)
         self.waiting = later
 
-    def _given_pages(self, text: RunningText) -> bool | None:
-        """Gives a text its pages; False: another text is reading its prefix now; None: there are too few."""
+    def _prepare(self, text: RunningText) -> None:
+        """Computes what a text needs to start: the length for its RoPE, and the keys of its pages."""
+        if text.keys is not None:
+            return
         if self._ropes:
             length = reading_length(self._ropes, len(text.tokens), text.limit)
             text.text_length = (length, int(same_until(self._ropes, length)))
-        keys, found = [], []
-        if self._shares and not self._observer.is_observed:
-            salt = text.salt + str(text.text_length).encode()
-            keys = self.pages.keys(text.tokens[:-1], salt)  # the last token must be read
-            found = self.pages.find(keys)
-            if len(found) < len(keys) and self._is_read_now(keys[len(found)]):
-                self.pages.give(found)
-                return False
+        # The last token must be read, so its page is never shared.
+        text.keys = self._keys(text, len(text.tokens) - 1)
+
+    def _keys(self, text: RunningText, count: int) -> list[bytes]:
+        """The keys of the pages of a text's first tokens; none if pages are not shared."""
+        if not self._shares or self._observer.is_observed:
+            return []
+        return self.pages.keys(text.tokens[:count], text.salt + str(text.text_length).encode())
+
+    def _is_prefix_coming(self, text: RunningText) -> bool:
+        """Whether a text is being read whose pages this one will share."""
+        assert text.keys is not None
+        missing = next((key for key in text.keys if not self.pages.has(key)), None)
+        return missing is not None and any(
+            missing in (one.keys or ())[one.stored // PAGE_SIZE :]
+            for one in self.running
+            if one.stage is Stage.READING
+        )
+
+    def _allocate(self, text: RunningText) -> bool:
+        """Gives a text its pages, and those that it shares; False if there are too few."""
+        assert text.keys is not None
+        shared = self.pages.share(text.keys)
         size = text.limit if self._is_exact else len(text.tokens)
-        more = self.pages.take(self.pages.needed(size) - len(found))
+        more = self.pages.allocate(self.pages.needed(size) - len(shared))
         if more is None:
-            self.pages.give(found)
-            return None
-        text.pages, text.keys, text.stored = [*found, *more], keys, len(found) * PAGE_SIZE
+            self.pages.release(shared)
+            return False
+        text.pages, text.stored = [*shared, *more], len(shared) * PAGE_SIZE
         self.pages.hits += text.stored
         return True
-
-    def _is_read_now(self, key: bytes) -> bool:
-        """Whether a text is being read that will have a page with this key."""
-        return any(
-            key in text.keys[text.stored // PAGE_SIZE :]
-            for text in self.running
-            if text.stage is Stage.READING
-        )
 
     def _start_words(self, text: RunningText) -> None:
         assert text.slot is not None
@@ -218,28 +227,27 @@ class Scheduler:
     def _release(self, text: RunningText) -> None:
         """Takes slot and pages from a text."""
         assert text.slot is not None
-        if self._shares and text.error is None and not self._observer.is_observed:
-            salt = text.salt + str(text.text_length).encode()
+        if isinstance(text.error, FloatingPointError):
+            self.pages.withdraw(text.pages)
+        else:
             # What steps have stored has not the same bits as what is read.
             count = min(text.stored, text.prompt_length) if self._is_exact else text.stored
-            self.pages.name(text.pages, self.pages.keys(text.tokens[:count], salt))
-        elif text.error is not None:
-            self.pages.forget(text.pages)
-        self.pages.give(text.pages)
+            self.pages.publish(text.pages, self._keys(text, count))
+        self.pages.release(text.pages)
         self._free.append(text.slot)
+        text.slot, text.pages = None, []
         self.running.remove(text)
 
     def _release_ended(self) -> None:
         for text in [one for one in self.running if one.stage is Stage.ENDED]:
             self._release(text)
             self._observer.end(text.number, text.prompt_length + len(text.partial.tokens) - 1)
-            text.slot = None
 
-    def _put_back(self, text: RunningText) -> None:
-        """Puts a running text to the front of the queue."""
+    def _preempt(self, text: RunningText) -> None:
+        """Puts a running text back into the queue."""
         self._release(text)
         text.wait_again()
-        self.waiting.insert(0, text)
+        self.add(text, again=True)
 
     # --- reading
 
@@ -249,8 +257,11 @@ class Scheduler:
         for text in self.running:
             if text.stage is Stage.READING and room > 0:
                 count = min(text.unread, room)
+                if self._is_exact and count < text.unread:
+                    count -= count % PAGE_SIZE  # pieces end where pages do, whatever else is read
                 pieces.append((text, count))
                 room -= count
+        pieces = [piece for piece in pieces if piece[1]]
         if not pieces:
             return
         joined = [piece for piece in pieces if self._may_join(*piece)]
@@ -313,7 +324,8 @@ class Scheduler:
         text.stored += count
         text.recorded = max(text.recorded, text.stored)
         self.read_count += count
-        self.pages.name(text.pages, text.keys[: text.stored // PAGE_SIZE])
+        assert text.keys is not None
+        self.pages.publish(text.pages, text.keys[: text.stored // PAGE_SIZE])
 
     def _take_first(self, texts: Sequence[RunningText], sampled: Any) -> None:
         """Gives those texts their first token that have been read to their end."""
@@ -390,17 +402,18 @@ class Scheduler:
         """The texts that write, with pages for so many more tokens; others may have lost theirs."""
         for text in list(self.running):
             if self._ropes and text.stage is Stage.WRITING and text.stored >= text.text_length[1]:
-                self._put_back(text)  # it has outgrown its RoPE, and is read again with another one
+                self._preempt(text)  # it has outgrown its RoPE, and is read again with another one
         for text in list(self.running):
             if text.stage is not Stage.WRITING:
                 continue
             wanted = self.pages.needed(min(text.stored + steps, text.limit - 1)) - len(text.pages)
             while wanted > 0 and text.stage is Stage.WRITING:
-                more = self.pages.take(wanted)
+                more = self.pages.allocate(wanted)
                 if more is not None:
                     text.pages += more
                     break
-                self._put_back(self.running[-1])
+                # The least urgent, and of those the one that started last.
+                self._preempt(max(reversed(self.running), key=lambda one: one.priority))
         return [text for text in self.running if text.stage is Stage.WRITING]
 
     # --- programs
@@ -457,15 +470,15 @@ class Scheduler:
     @isolated()
     def compile(self, longest: int) -> int:
         """Compiles the programs for texts of at most ``longest`` tokens; returns their number."""
-        count = 0
-        for has_words in (False, True):
-            if has_words and self.memory.words is None:
+        count, had_words = 0, self.memory.words is not None
+        every = np.full(mask_words(self._vocab_size), 2**32 - 1, np.uint32)
+        for has_words in (True,) if had_words else (False, True):
+            if has_words and not had_words:
                 self._set_words(self.slots, [], [], None)
-            if has_words == (self.memory.words is not None):
-                for width in self._widths(longest):
-                    count += self._compile(width, None)
-                    every = np.full(mask_words(self._vocab_size), 2**32 - 1, np.uint32)
-                    count += self._compile(width, every)
+            for width, allowed in itertools.product(self._widths(longest), (None, every)):
+                count += self._compile(width, allowed)
+        if not had_words:
+            self.memory = self.memory._replace(words=None)
         return count
 
     def _compile(self, width: int, allowed: np.ndarray | None) -> int:

@@ -56,7 +56,8 @@ def same(found, expected):
 @pytest.mark.parametrize("slots", [1, 3])
 def test_settings_of_their_own(model, slots):
     """Different settings run side by side, in few slots, and give what each gives alone."""
-    options = [{"max_new_tokens": 9 + 5 * i, "eos_ids": (), **s} for i, s in enumerate(SETTINGS)]
+    common = {"eos_ids": (), "key": jax.random.key(1)}
+    options = [{"max_new_tokens": 9 + 5 * i, **common, **s} for i, s in enumerate(SETTINGS)]
     expected = [alone(model, p, **o) for p, o in zip(PROMPTS, options, strict=True)]
     with maxjax.Engine(model, slots=slots, chunk=32) as engine:
         answers = [engine.submit(p, **o) for p, o in zip(PROMPTS, options, strict=True)]
@@ -70,12 +71,24 @@ def test_keys_and_ends(model):
         {"temperature": 1.0, "key": key, "max_new_tokens": 20},
         {"eos_ids": [end, 94], "max_new_tokens": 20},
         {"eos_ids": [end], "min_new_tokens": 8, "max_new_tokens": 20},
-        {"eos_ids": range(40), "min_new_tokens": 20, "temperature": 1.0, "max_new_tokens": 30},
+        {
+            "eos_ids": range(40),
+            "min_new_tokens": 20,
+            "temperature": 1.0,
+            "key": key,
+            "max_new_tokens": 30,
+        },
     ]
     with maxjax.Engine(model, slots=4) as engine:
         answers = [engine.submit(PROMPTS[0], **o) for o in each]
         for answer, options in zip(answers, each, strict=True):
             same(answer.result(), alone(model, PROMPTS[0], **options))
+
+
+def test_without_a_key_each_prompt_draws_otherwise(model):
+    with maxjax.Engine(model, slots=4) as engine:
+        answers = [engine.submit([1, 2, 3], max_new_tokens=12, temperature=1.0) for _ in range(4)]
+        assert len({answer.result().tokens for answer in answers}) == 4
 
 
 def test_text_and_stop_strings(model):
@@ -112,7 +125,12 @@ def test_prefixes_are_shared(model):
 def test_too_few_pages(model):
     """Texts give their pages to older ones, wait, and go on with the same tokens."""
     size = 6 * page_bytes(model)
-    options = {"max_new_tokens": 120, "temperature": 1.0, "repetition_penalty": 1.2}
+    options = {
+        "max_new_tokens": 120,
+        "temperature": 1.0,
+        "repetition_penalty": 1.2,
+        "key": jax.random.key(1),
+    }
     with maxjax.Engine(model, slots=4, cache_bytes=size, chunk=32) as engine:
         assert engine.stats().pages == 6
         answers = [engine.submit(p, **options) for p in PROMPTS]
@@ -235,14 +253,16 @@ def logprobs(answer):
 
 def test_exact(model):
     """The bits of log-probabilities are the same alone, in company, after other texts, and with a shared prefix."""
-    options = {"max_new_tokens": 30, "temperature": 1.0, "logprobs": 0, "eos_ids": ()}
+    key = jax.random.key(1)
+    options = {"max_new_tokens": 30, "temperature": 1.0, "logprobs": 0, "eos_ids": (), "key": key}
     common = (ids_of(1, 150, seed=5)[0] % VOCAB).tolist()
     prompts = [*PROMPTS, [*common, 1, 2], [*common, 3]]
     expected = {}
     for i, prompt in enumerate(prompts):
         with maxjax.Engine(model, slots=5, exact=True) as engine:
             expected[i] = logprobs(engine.submit(prompt, **options))
-    with maxjax.Engine(model, slots=5, exact=True, cache_bytes=14 * page_bytes(model)) as engine:
+    size = 14 * page_bytes(model)
+    with maxjax.Engine(model, slots=5, exact=True, cache_bytes=size, chunk=64) as engine:
         for order in (range(len(prompts)), reversed(range(len(prompts)))):
             answers = {i: engine.submit(prompts[i], **options) for i in order}
             for i, answer in answers.items():
@@ -283,19 +303,19 @@ def test_pages_at_random():
     for _ in range(3000):
         if texts and rng.random() < 0.5:
             tokens, numbers = texts.pop(rng.integers(len(texts)))
-            pages.name(numbers, pages.keys(tokens, b""))
+            pages.publish(numbers, pages.keys(tokens, b""))
             for start, number in zip(range(0, len(tokens) - 1, 2), numbers, strict=False):
                 known[number] = tuple(tokens[: start + 2])
-            pages.give(numbers)
+            pages.release(numbers)
             continue
         tokens = rng.integers(0, 2, rng.integers(1, 9)).tolist()
         keys = pages.keys(tokens, b"")
-        found = pages.find(keys)
+        found = pages.share(keys)
         for i, number in enumerate(found):
             assert known[number] == tuple(tokens[: 2 * i + 2])
-        more = pages.take(pages.needed(len(tokens)) - len(found))
+        more = pages.allocate(pages.needed(len(tokens)) - len(found))
         if more is None:
-            pages.give(found)
+            pages.release(found)
             continue
         used = {n for _, numbers in texts for n in numbers}
         assert not used.intersection(more)
