@@ -67,26 +67,55 @@ class QuantTensors:
         """Apply a function to each tensor."""
         return QuantTensors(self.layout, {name: run(a) for name, a in self.tensors.items()})
 
-    def finer(self, along: int, parts: int) -> QuantTensors:
-        """The same weight with smaller blocks, if splitting an axis into equal parts would cut a block."""
-        layout = self.layout
-        size, block = layout.shape[along], layout.block(along)
-        new = math.gcd(block, size // parts)
-        if new == block or block == size:
+    def undivided(self, along: int, parts: int) -> QuantTensors:
+        """The same weight, whose tensors are not split along an axis where equal parts of it would cut their blocks."""
+        declared = list(self.layout.tensors)
+        for i, axis in self._cut(along, parts):
+            axes = list(declared[i].axes)
+            axes[axis] = None
+            declared[i] = dataclasses.replace(declared[i], axes=tuple(axes))
+        layout = dataclasses.replace(self.layout, tensors=tuple(declared))
+        return QuantTensors(layout, self.tensors)
+
+    def part(self, along: int, parts: int, number: Any) -> QuantTensors:
+        """The weight of one of equal parts along an axis, which has its part of each tensor but :meth:`undivided` ones.
+
+        Where the parts cut blocks, the result has smaller blocks.
+
+        Args:
+            number: index of the part, which may be computed.
+        """
+        if not (cut := self._cut(along, parts)):
             return self
-        tensors, declared = dict(self.tensors), list(layout.tensors)
-        for i, one in enumerate(declared[1:], 1):
-            axis = one.axes.index(along) if along in one.axes else None
-            if axis is None or one.shape[axis] != -(-size // block):
-                continue  # it has no element for each block
-            array = jax.numpy.asarray(tensors[one.name])
+        tensors, declared = dict(self.tensors), list(self.layout.tensors)
+        size, block = self.layout.shape[along], self.layout.block(along)
+        new = math.gcd(block, size // parts)
+        count, ratio = size // parts // new, block // new
+        for i, axis in cut:
+            one, array = declared[i], jax.numpy.asarray(tensors[declared[i].name])
             place = array.ndim - len(one.axes) + axis
-            array = jax.numpy.repeat(array, block // new, place)
-            tensors[one.name] = jax.lax.slice_in_dim(array, 0, size // new, axis=place)
+            # The blocks in which the part lies, at most: from the first to the last of its smaller ones.
+            some = min((count + ratio - 2) // ratio + 1, array.shape[place])
+            first = jax.numpy.minimum(number * count // ratio, array.shape[place] - some)
+            array = jax.lax.dynamic_slice_in_dim(array, first, some, place)
+            array = jax.numpy.repeat(array, ratio, place)
+            start = number * count - first * ratio
+            tensors[one.name] = jax.lax.dynamic_slice_in_dim(array, start, count, place)
             shape = (*one.shape[:axis], size // new, *one.shape[axis + 1 :])
             declared[i] = dataclasses.replace(one, shape=shape)
-        finer = layout.with_block(along, new)
-        return QuantTensors(dataclasses.replace(finer, tensors=tuple(declared)), tensors)
+        layout = self.layout.with_block(along, new)
+        return QuantTensors(dataclasses.replace(layout, tensors=tuple(declared)), tensors)
+
+    def _cut(self, along: int, parts: int) -> list[tuple[int, int]]:
+        """The tensors whose blocks equal parts along an axis would cut, by their indices, and the axis of each."""
+        size, block = self.layout.shape[along], self.layout.block(along)
+        if block == size or size // parts % block == 0:
+            return []
+        return [
+            (i, one.axes.index(along))
+            for i, one in enumerate(self.layout.tensors)
+            if i and along in one.axes and one.shape[one.axes.index(along)] == -(-size // block)
+        ]
 
     def __jax_array__(self) -> jax.Array:
         arrays = {name: jax.numpy.asarray(a) for name, a in self.tensors.items()}

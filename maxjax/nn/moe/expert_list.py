@@ -123,7 +123,7 @@ class Experts(ExpertStack):
             if mesh is None:
                 return mixture(tokens, chosen, shares, self._weights(), self.act)
             if split is not None:
-                weights = self._weights(parts_over(mesh, split.inner))
+                weights = self._weights()
                 return mixture_on_mesh(tokens, chosen, shares, weights, self.act, mesh, split)
         if not self.is_stacked:
             return one_by_one(tokens, chosen, shares, self.layers)
@@ -179,19 +179,18 @@ class Experts(ExpertStack):
             return found
         return {key: (self.holder(f"{name}.{key}"), axes) for key, (_, axes) in found.items()}
 
-    def _weights(self, parts: int = 1) -> Any:
-        """The operands of ``mixture``, for inner features that are split into so many parts."""
-        found = [self._operands(expert, parts) for expert in self._each]
+    def _weights(self) -> Any:
+        """The operands of ``mixture``."""
+        found = [self._operands(expert) for expert in self._each]
         return found[0] if self.is_stacked else found
 
-    def _operands(self, expert: ExpertMLP, parts: int) -> ExpertWeights:
+    def _operands(self, expert: ExpertMLP) -> ExpertWeights:
         matrices: list[Any] = []
         biases = []
         for name, layer in zip(self.names, expert.linears, strict=True):
             tensors = {key: w.operand() for key, (w, _) in self._tensors(name, expert).items()}
             if isinstance(layer, QuantizedLinear):
-                weight = QuantTensors(layer.layout, tensors)
-                matrices.append(weight.finer(int(name == self.names[-1]), parts))
+                matrices.append(QuantTensors(layer.layout, tensors))
             else:
                 matrices.append(tensors["weight"])
             if self.has_bias:

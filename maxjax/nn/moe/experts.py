@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ...graph.placement.arrays import on_mesh, specs_within
-from ...graph.placement.specs import batch_axes, used_split
-from ...kernels import QuantArray
+from ...graph.placement.specs import batch_axes, parts_over, used_split
+from ...kernels import QuantArray, QuantTensors
 from .algorithms import (
     CPU_ROWS,
     GPU_ROWS,
@@ -267,9 +267,15 @@ def mixture_on_mesh(
     experts, the devices along it first gather all of their tokens, and a reduce-scatter returns the sums.
     """
     rows = batch_axes(mesh, x.shape[0], ("data", "fsdp", "expert", "seq"))
-    found: ExpertWeights = jax.tree.map(jnp.asarray, stacked(experts))  # indices of layers too
+    given: ExpertWeights = jax.tree.map(jnp.asarray, stacked(experts))  # indices of layers too
+    parts = parts_over(mesh, split.inner)
+    found = _by_axis(lambda w, along: w.undivided(along, parts), given)
 
     def local(x: Any, chosen: Any, shares: Any, experts: Any) -> jax.Array:
+        if split.inner:
+            number = jax.lax.axis_index(split.inner)
+            own = lambda w, of, along: QuantTensors(of.layout, w.tensors).part(along, parts, number)
+            experts = _by_axis(own, experts, given)
         return local_mixture(x, chosen, shares, experts, kind, split, rows)
 
     inner, whole = split.inner or None, split.whole or None
@@ -280,6 +286,14 @@ def mixture_on_mesh(
     places = jax.tree.map(lambda rule, w: specs_within(w, rule), rules, found, is_leaf=is_spec)
     wanted = (P(rows), P(rows), P(rows), places)
     return on_mesh(local, mesh, wanted, P(rows))(x, chosen, shares, found)
+
+
+def _by_axis(run: Any, *experts: ExpertWeights) -> ExpertWeights:
+    """``run(w, …, along)`` for each weight of several tensors; ``along`` is its axis of the inner features."""
+    first, axes = experts[0], [0] * len(experts[0].inputs) + [1]
+    each = zip(*(one.matrices for one in experts), axes, strict=True)
+    matrices = [run(*of) if isinstance(of[0], QuantTensors) else of[0] for of in each]
+    return ExpertWeights.of(matrices, [bias for bias in first.biases or () if bias is not None])
 
 
 def local_mixture(

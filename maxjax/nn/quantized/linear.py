@@ -180,11 +180,16 @@ def _on_parts(x: jax.Array, w: QuantTensors, *, mesh: Any, split: _Split) -> jax
         names = [name for name in batch_axes(mesh, x.shape[axis], kinds) if name not in used]
         tokens[axis] = tuple(names) or None
 
+    layout = w.layout
     for along, names in enumerate(split):
-        w = w.finer(along, parts_over(mesh, names))
+        w = w.undivided(along, parts_over(mesh, names))
     w = jax.tree.map(jnp.asarray, w)  # indices of layers too
 
     def local(x: jax.Array, w: Any) -> jax.Array:
+        w = QuantTensors(layout, w.tensors)
+        for along, names in enumerate(split):
+            if names:
+                w = w.part(along, parts_over(mesh, names), jax.lax.axis_index(names))
         if not split.columns:
             return format_matmul(x, w, dtype)
         # Accelerators exchange numbers in the dtype of the activations, CPUs in float32.
