@@ -88,6 +88,8 @@ class NameTable(Generic[V]):
         Raises:
             CheckpointLimitError: all lookups in this table together took too many steps.
         """
+        if not self._rows:  # a mixture of experts may have 100 thousand layers
+            return None
         if names not in self._found:
             try:
                 self._found[names] = self._first([_LayerName(name, self._visits) for name in names])

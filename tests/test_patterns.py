@@ -133,6 +133,12 @@ def test_a_table_has_a_pattern_for_each_of_many_layers():
     assert [table.get(f"base.{name}") for name in names] == [*range(len(names))]
 
 
+def test_a_table_without_patterns_takes_no_steps(monkeypatch):
+    monkeypatch.setattr(patterns, "_MOST_VISITS", 0)
+    table = NameTable({}, "targets")
+    assert table.get("model.layers.0.mlp.experts.383.down_proj") is None
+
+
 def test_the_first_pattern_that_fits_one_of_the_names_counts():
     table = NameTable({"b": 1, "a": 2, "b.": 3}, "x")
     assert (table.get("ab", "ba"), table.get("ac"), table.get("c")) == (1, 2, None)
