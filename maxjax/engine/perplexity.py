@@ -170,7 +170,7 @@ def _perplexity(
             part = found[i : i + count]
             batch = _batch(ids, part, count, width, start)
             if split:
-                batch = jax.tree.map(partial(put, sharding=split), batch)
+                batch = jax.tree.map(partial(put, where=split), batch)
             if together.is_shared:
                 together.decide()  # a barrier: every process has this batch
             # The devices compute this batch while the host takes the one before.

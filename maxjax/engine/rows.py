@@ -101,7 +101,7 @@ def run_rows(
             tokens = batch.tokens if inputs is None else inputs(batch)
             if mesh is not None:  # shard the batch over the data axes
                 split = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, len(ids))))
-                tokens = jax.tree.map(partial(put, sharding=split), tokens)
+                tokens = jax.tree.map(partial(put, where=split), tokens)
             if together.is_shared:
                 together.decide()  # a barrier: every process has this batch
             with compiling(together.call):
