@@ -118,7 +118,9 @@ class Engine:
             logits_processor=logits_processor,
         )
         scheduler.shows = False
-        self._longest = min(model.max_length, pages * PAGE_SIZE)
+        self._longest = model.max_length
+        if scheduler.pages.count:  # models with recurrent layers alone need none
+            self._longest = min(model.max_length, scheduler.pages.count * PAGE_SIZE)
         self._numbers = itertools.count()  # threads share it: each number is given once
         self._worker = _Worker(scheduler)
         self._worker.thread.start()

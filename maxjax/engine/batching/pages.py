@@ -52,8 +52,8 @@ class Pages:
         return len(self._empty) + len(self._kept)
 
     def needed(self, tokens: int) -> int:
-        """The number of pages of so many tokens."""
-        return -(-tokens // self.size)
+        """The number of pages of so many tokens; 0 in a pool without pages, whose model keeps no keys and values."""
+        return -(-tokens // self.size) if self.count else 0
 
     def keys(self, tokens: Sequence[int], salt: bytes) -> list[Key]:
         """The keys of the pages that these tokens fill.

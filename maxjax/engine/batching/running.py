@@ -28,6 +28,7 @@ from ...nn.random_key import checked_key
 from ..generate.completion import PartialCompletion
 from ..generate.programs import DispatchTokens
 from ..generate.request import Prompt, Request
+from ..isolation import isolated
 from ..sampling.penalties import check_tokens
 from ..sampling.rows import RowSettings, uses_words
 from .grammar import Matcher
@@ -166,6 +167,7 @@ def row_of(
     return found
 
 
+@isolated()
 def running_text(
     request: Request, prompt: Prompt, key: Any, text: int, **options: Any
 ) -> RunningText:

@@ -70,6 +70,7 @@ class Scheduler:
         logits_processor: what logits go through before a token is chosen.
     """
 
+    @isolated()
     def __init__(
         self, model: Any, slots: int, pages: int, *, chunk: int = 512, cache_dtype: Any = None,
         tops: int = MOST_LOGPROBS, exact: bool = False, logits_processor: LogitsProcessor | None = None,
@@ -81,7 +82,7 @@ class Scheduler:
         self._observer, self._together = ProgramObserver(model), Lockstep("generate", ())
         pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
         self._is_recurrent = any(isinstance(group.kind, States) for group in model._groups.values())
-        self.pages = Pages(pages, PAGE_SIZE)
+        self.pages = Pages(pool.pages, PAGE_SIZE)
         # A row of recurrent states is that of the last token alone.
         self._shares = not self._is_recurrent
         leaves = jax.tree.leaves(pool)

@@ -133,8 +133,8 @@ class PagedCache:
 
     @property
     def capacity(self) -> int:
-        """Maximum number M · P of tokens of a sequence in this call."""
-        return self.table.shape[1] * max(self.pool.page_size, 1)
+        """Maximum number M · P of tokens of a sequence in this call; any number if no layer has keys and values."""
+        return self.table.shape[1] * self.pool.page_size if self.pool.pages else 2**31 - 1
 
     @property
     def states(self) -> dict[str, Any]:

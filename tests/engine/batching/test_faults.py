@@ -11,6 +11,7 @@ import pytest
 
 import maxjax
 from maxjax.errors import UserInputError
+from maxjax.models import Llama, LlamaConfig, Mamba, MambaConfig
 
 SUM, ANSWER = "What is 37 + 48?", "37 + 48 = 85"
 
@@ -168,3 +169,54 @@ def test_refused_types(engine):
 
     with pytest.raises(UserInputError, match="hashable"):
         maxjax.Engine(engine.model, logits_processor=Unhashable())
+
+
+def llama():
+    config = LlamaConfig(
+        96, 32, 64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    return maxjax.init(Llama(config), jax.random.key(3))
+
+
+def test_forbidden_transfers():
+    """Those that a caller forbids for its own programs; the engine's thread has them too."""
+    model, options = llama(), {"max_new_tokens": 9, "temperature": 1.0, "repetition_penalty": 1.2}
+    expected = maxjax.generate(model, None, [1, 2, 3], **options)
+    key = jax.random.key(0)
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        with maxjax.Engine(model, slots=2) as engine:
+            answer = engine.submit([1, 2, 3], key=key, **options)
+        several = maxjax.generate(model, None, [[1, 2, 3], [4]], key=key, **options)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+    assert answer.result().tokens == expected.tokens == several[0].tokens
+
+
+def test_recurrent_states_are_each_text_s_own():
+    """More prompts than slots: none begins with the state of the text before. Their length needs no pages."""
+    model = maxjax.init(Mamba(MambaConfig(96, 16, 2, state_size=6)), jax.random.key(0))
+    prompts = [[(7 * i + n) % 96 for i in range(n)] for n in (3, 20, 150, 1, 33)]
+    options = {"max_new_tokens": 12, "eos_ids": ()}
+    with maxjax.Engine(model, slots=2, chunk=16, cache_bytes="1MB") as engine:
+        answers = [engine.submit(prompt, **options) for prompt in prompts]
+        assert engine.stats().pages == 0
+    several = maxjax.generate(model, None, prompts, **options)
+    for prompt, answer, other in zip(prompts, answers, several, strict=True):
+        expected = maxjax.generate(model, None, prompt, **options).tokens
+        assert answer.result().tokens == other.tokens == expected
+
+
+def test_nan_in_a_page_does_not_stay():
+    """Pages with NaN are given to other texts, which write over them and do not read what is behind."""
+    model, prompts = llama(), [[5, 6, 9], list(range(8, 80))]
+    options = {"max_new_tokens": 30, "banned": [7]}
+    expected = [maxjax.generate(model, None, one, **options).tokens for one in prompts]
+    table = model.model.embed_tokens.weight
+    table.value = table.value.at[7].set(jax.numpy.nan)
+    with maxjax.Engine(model, slots=1, chunk=64, cache_bytes="80KB") as engine:
+        assert engine.stats().pages == 4
+        for _ in range(2):
+            with pytest.raises(FloatingPointError):
+                engine.submit([5] * 63 + [7] * 70, max_new_tokens=5).result()
+            assert [engine.submit(p, **options).result().tokens for p in prompts] == expected
