@@ -168,13 +168,13 @@ def python(options: argparse.Namespace) -> None:
     config = maxjax.models.LlamaConfig(64, 8, 8, num_hidden_layers=1, num_attention_heads=1)
     model = maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
     scheduler = Scheduler(model, options.slots, options.slots * 8)
-    scheduler._count = 1
+    scheduler._most_steps = 1
     for i in range(options.slots):
         scheduler.add(text_of(model, [1, 2, 3], 400, i))
     scheduler.step()
     seconds = []
     for _ in range(100):
-        scheduler._count = 1
+        scheduler._most_steps = 1
         began = time.perf_counter()
         scheduler.step()
         seconds.append(time.perf_counter() - began)

@@ -36,9 +36,11 @@ class PendingAnswer:
         self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
         self._callbacks: list[Callable[[PendingAnswer], None]] = []
         self._text: RunningText | None = None
+        self._engine: Any = None
 
-    def begin(self, text: RunningText) -> None:
-        self._text = text
+    def begin(self, text: RunningText, engine: Any) -> None:
+        """Learns what it is the answer to, and keeps the engine until it has ended."""
+        self._text, self._engine = text, engine
 
     def take(self, piece: str) -> None:
         """Takes a piece from the engine's thread."""
@@ -50,7 +52,7 @@ class PendingAnswer:
         """Learns from the engine's thread that the answer has ended."""
         with self._changed:
             self._is_done = True
-            self._worker = None  # an answer that is kept does not keep the model
+            self._worker = self._engine = None  # an answer that is kept does not keep the model
             callbacks, self._callbacks = self._callbacks, []
         self._notify()
         for function in callbacks:

@@ -194,7 +194,7 @@ class Engine:
             request, read, key, number if key is None else 0, number=number, matcher=matcher, priority=priority,
             salt=(salt or "").encode("utf-8", "surrogatepass"), told=answer.take, ended=answer.finish,
         )  # fmt: skip
-        answer.begin(text)
+        answer.begin(text, self)
         self._worker.add(text)
         return answer
 

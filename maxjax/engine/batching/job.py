@@ -83,7 +83,7 @@ def run_job(
         ...     run_job(engine, folder / "in.jsonl", folder / "out.jsonl").answers
         2
         >>> sorted((folder / "out.jsonl").read_text().splitlines())[1]
-        '{"index": 1, "id": "b", "text": "1 + 1 = 2", "finish_reason": "stop", "prompt_tokens": 7, "tokens": 8}'
+        '{"index": 1, "id": "b", "text": "1 + 1 = 2", "finish_reason": "stop", "prompt_tokens": 9, "tokens": 8}'
     """
     began = time.monotonic()
     try:

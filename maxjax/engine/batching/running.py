@@ -15,7 +15,7 @@ outgrown the RoPE of its keys. It keeps its tokens, and they are read again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -158,7 +158,7 @@ class RunningText:
 
 
 def row_of(
-    texts: list[RunningText], size: int, get: Callable[[RunningText], Any], rest: Any
+    texts: Sequence[RunningText], size: int, get: Callable[[RunningText], Any], rest: Any
 ) -> np.ndarray:
     """An array with a row for each text, and ``rest`` in the rows up to ``size`` that are padding."""
     found = np.full((size, *np.shape(rest)), rest, np.asarray(rest).dtype)

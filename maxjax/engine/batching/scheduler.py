@@ -79,7 +79,7 @@ class Scheduler:
         self._vocab_size = model.config.vocab_size
         self._how, self._is_exact = Choosing(tops, logits_processor), exact
         self._ropes = model.config.ropes_by_length
-        self._observer, self._together = ProgramObserver(model), Lockstep("generate", ())
+        self._observer, self._lockstep = ProgramObserver(model), Lockstep("generate", ())
         pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
         self._is_recurrent = any(isinstance(group.kind, States) for group in model._groups.values())
         self.pages = Pages(pool.pages, PAGE_SIZE)
@@ -96,11 +96,10 @@ class Scheduler:
         self.has_cancelled = False  # whether a text has been cancelled since the last step
         self.running: list[RunningText] = []  # in the order in which they got a slot
         self._free = list(range(slots - 1, -1, -1))
-        self._count = 4
+        self._most_steps = 4  # in a dispatch
         self.shows = True
         # Numbers of decode steps, of tokens written in them, of all tokens written and of prompt tokens read.
         self.steps = self.busy_rows = self.written = self.read_count = 0
-        self.seconds = {"read": 0.0, "write": 0.0}
 
     # --- texts
 
@@ -254,7 +253,7 @@ class Scheduler:
 
     def _read(self) -> None:
         """Reads the next tokens of prompts, ``chunk`` of them at most."""
-        began, room, pieces = time.perf_counter(), self.chunk, []
+        room, pieces = self.chunk, []
         for text in self.running:
             if text.stage is Stage.READING and room > 0:
                 count = min(text.unread, room)
@@ -273,7 +272,6 @@ class Scheduler:
                 for size in self._parts(text.stored, count):
                     self._read_piece(text, size)
         self._release_ended()
-        self.seconds["read"] += time.perf_counter() - began
 
     def _may_join(self, text: RunningText, count: int) -> bool:
         """Whether tokens of a text are read together with those of others."""
@@ -284,21 +282,17 @@ class Scheduler:
         """Reads tokens of several texts at once."""
         texts, total = [text for text, _ in pieces], sum(count for _, count in pieces)
         size, rows = bucket(total, _LEAST_TOKENS), self.slots
-        ids, text, at = (
-            np.zeros(size, np.int32),
-            np.zeros(size, np.int32),
-            np.full(size, -1, np.int32),
-        )
+        ids, row_of_token, at = (np.full(size, n, np.int32) for n in (0, 0, -1))
         ends, done = np.zeros(rows, np.int32), 0
         for row, (one, count) in enumerate(pieces):
             part = slice(done, done + count)
             ids[part] = one.tokens[one.stored : one.stored + count]
-            text[part], at[part] = row, np.arange(one.stored, one.stored + count)
+            row_of_token[part], at[part] = row, np.arange(one.stored, one.stored + count)
             done += count
             ends[row] = done - 1
-            self._stored(one, count)
+            self._mark_read(one, count)
         arrays = self._texts(texts, rows, finishes=[one.unread == 0 for one in texts])
-        sampled = self._run(read_tokens, texts, arrays, ids, text, at, ends, width=None)
+        sampled = self._run(read_tokens, texts, arrays, ids, row_of_token, at, ends, width=None)
         self._take_first(texts, sampled)
 
     def _parts(self, start: int, count: int) -> list[int]:
@@ -313,15 +307,15 @@ class Scheduler:
         width = PAGE_SIZE if self._is_exact else bucket(count, _LEAST_TOKENS)
         ids = np.zeros((1, width), np.int32)
         ids[0, :count] = text.tokens[text.stored : text.stored + count]
-        arrays = self._texts([text], 1, more=width, finishes=[count == text.unread])
+        arrays = self._texts([text], 1, finishes=[count == text.unread])
         counts, again = np.asarray([count], np.int32), text.stored < text.recorded
         sampled = self._run(
             read, [text], arrays, ids, counts, width=width, counts=counts, keeps=not again
         )
-        self._stored(text, count)
+        self._mark_read(text, count)
         self._take_first([text], sampled)
 
-    def _stored(self, text: RunningText, count: int) -> None:
+    def _mark_read(self, text: RunningText, count: int) -> None:
         text.stored += count
         text.recorded = max(text.recorded, text.stored)
         self.read_count += count
@@ -351,33 +345,13 @@ class Scheduler:
 
     def _write(self) -> None:
         """Lets the texts that have been read write some tokens."""
-        began, steps = time.perf_counter(), self._count
-        if any(text.stage is Stage.READING for text in self.running):
-            steps = min(steps, _STEPS_BETWEEN)
-        if any(text.matcher is not None for text in self.running if text.stage is Stage.WRITING):
-            steps = 1  # which tokens may come next is known after each token
+        began, steps = time.perf_counter(), self._steps_now()
         texts = self._with_room(steps)
         if not texts:
             return
-        steps = (
-            min(steps, *(max(text.limit - text.stored - 1, 1) for text in texts))
-            if len(texts) == 1
-            else steps
-        )
         if self._ropes:
             steps = min(steps, *(text.text_length[1] - text.stored for text in texts))
-        least = 0
-        if self.waiting:
-            # A step with a few idle rows is cheaper than a call for each prompt.
-            least = max(len(texts) - max(1, self.slots // 32), 0)
-        rows = next(n for n in self._row_counts() if n >= len(texts))
-        arrays = self._texts(texts, rows, more=steps)
-        last = row_of(texts, rows, lambda text: text.tokens[-1], np.int32(0))
-        active = row_of(texts, rows, lambda text: True, np.bool_(False))
-        counts = lambda result: result.counts
-        args = (last, active, np.int32(steps), np.int32(least))
-        written = self._run(decode, texts, arrays, *args, width=None, counts=counts)
-        found = jax.device_get(written._replace(sampled=self._reported(written.sampled, texts)))
+        found = self._decode(texts, steps)
         for row, text in enumerate(texts):
             text.stored += int(found.counts[row])
             text.recorded = max(text.recorded, text.stored)
@@ -386,12 +360,37 @@ class Scheduler:
         self.busy_rows += int(found.counts.sum())
         self.written += int(found.counts.sum())
         self._release_ended()
-        taken = time.perf_counter() - began
-        self.seconds["write"] += taken
-        if taken < _DISPATCH_S / 2 and steps == self._count:
-            self._count = min(2 * self._count, MAX_STEPS)
-        elif taken > 2 * _DISPATCH_S and self._count > 1:
-            self._count //= 2
+        seconds = time.perf_counter() - began
+        if seconds < _DISPATCH_S / 2 and steps == self._most_steps:
+            self._most_steps = min(2 * steps, MAX_STEPS)
+        elif seconds > 2 * _DISPATCH_S:
+            self._most_steps = max(self._most_steps // 2, 1)
+
+    def _steps_now(self) -> int:
+        """The number of tokens that each text may write before the next look at the queue."""
+        if any(text.matcher is not None for text in self.running if text.stage is Stage.WRITING):
+            return 1  # which tokens may come next is known after each token
+        if any(text.stage is Stage.READING for text in self.running):
+            return min(self._most_steps, _STEPS_BETWEEN)
+        return self._most_steps
+
+    def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
+        """Runs so many decode steps; fewer if texts end for which others wait."""
+        # A step with a few idle rows is cheaper than a call for each prompt.
+        least = len(texts) - max(1, self.slots // 32) if self.waiting else 0
+        rows = next(n for n in self._row_counts() if n >= len(texts))
+        last = row_of(texts, rows, lambda text: text.tokens[-1], np.int32(0))
+        active = row_of(texts, rows, lambda text: True, np.bool_(False))
+        args = (last, active, np.int32(steps), np.int32(max(least, 0)))
+        written = self._run(
+            decode,
+            texts,
+            self._texts(texts, rows),
+            *args,
+            width=None,
+            counts=lambda one: one.counts,
+        )
+        return jax.device_get(written._replace(sampled=self._reported(written.sampled, texts)))
 
     def _reported(self, sampled: Sampled, texts: Sequence[RunningText]) -> Sampled:
         """The samples without log-probabilities, which are many numbers, if no text reports them."""
@@ -420,7 +419,7 @@ class Scheduler:
     # --- programs
 
     def _texts(
-        self, texts: Sequence[RunningText], rows: int, more: int = 0, finishes: Sequence[bool] = ()
+        self, texts: Sequence[RunningText], rows: int, finishes: Sequence[bool] = ()
     ) -> TextRows:
         """The arrays of these texts, with padding up to ``rows``."""
         texts = list(texts)
@@ -518,7 +517,7 @@ class Scheduler:
         counted = counts if callable(counts) else lambda _: counts
         with compiling(program.__name__, self.shows):
             self.memory, result = self._observer.run(
-                self._together, program, self.memory, arrays, *args, rows=numbers,
+                self._lockstep, program, self.memory, arrays, *args, rows=numbers,
                 counts=lambda found: counted(found[1]), width=width, keeps=keeps, how=self._how,
                 shardings=self._shardings,
             )  # fmt: skip

@@ -220,3 +220,8 @@ def test_nan_in_a_page_does_not_stay():
             with pytest.raises(FloatingPointError):
                 engine.submit([5] * 63 + [7] * 70, max_new_tokens=5).result()
             assert [engine.submit(p, **options).result().tokens for p in prompts] == expected
+
+
+def test_an_engine_lives_as_long_as_its_answers(tiny):
+    """One that nobody has kept."""
+    assert maxjax.Engine(*tiny, slots=1).submit(SUM).result(60) == ANSWER
