@@ -78,6 +78,7 @@ class Engine:
 
     Raises:
         UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid.
+        OutOfMemoryError: a device has no room for the cache.
 
     Example:
         >>> import maxjax

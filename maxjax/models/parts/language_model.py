@@ -21,12 +21,12 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from ...dtype import DType
-from ...errors import UserInputError, checked_integer
+from ...errors import OutOfMemoryError, UserInputError, checked_integer
 from ...graph.device import DeviceRef
 from ...graph.kind import as_array
 from ...graph.placement.arrays import platform_of
 from ...graph.placement.mesh import axis_of
-from ...graph.placement.specs import batch_axes, mesh_of, spec_of
+from ...graph.placement.specs import batch_axes, held_bytes, mesh_of, spec_of
 from ...graph.placement.split import TABLE
 from ...kernels import explicit
 from ...kernels.explicit import parts_over
@@ -36,6 +36,7 @@ from ...nn.kv_cache.layout import cache_layout
 from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer import LayerStack
 from ...nn.linear import ColumnParallelLinear
+from ...rendering.row import bytes_text
 from ..family import PretrainedModel
 from ..weights import beside
 from .aliases import spelling
@@ -250,6 +251,7 @@ class LanguageModel(Scored, PretrainedModel):
 
         Raises:
             UserInputError: a number is not positive, or the dtype is neither a float nor int8.
+            OutOfMemoryError: a device has not so much memory.
         """
         for name, size in {"pages": pages, "page_size": page_size, "rows": rows}.items():
             checked_integer(name, size)
@@ -261,8 +263,18 @@ class LanguageModel(Scored, PretrainedModel):
         }
         zeros: Any = placeholder if abstract else jnp.zeros
         sizes = {"pages": pages, "page_size": page_size, "rows": rows}
-        with beside(self):
-            return PagePool.of(groups, dtype=kind.np, zeros=zeros, **sizes)
+        try:
+            with beside(self):
+                return PagePool.of(groups, dtype=kind.np, zeros=zeros, **sizes)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            leaves = jax.tree.leaves(PagePool.of(groups, dtype=kind.np, zeros=placeholder, **sizes))
+            size = sum(held_bytes(a.sharding, a.shape, a.dtype.itemsize) for a in leaves)
+            raise OutOfMemoryError(
+                f"a cache of {pages:,} pages of {page_size} tokens takes {bytes_text(size)} on a device, which has not "
+                "so much free: make it smaller"
+            ) from error
 
     def shares_pages(self) -> bool:
         """Whether a pool of pages serves as well as a cache with slots of each sequence.

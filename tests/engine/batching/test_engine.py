@@ -10,7 +10,7 @@ import pytest
 import maxjax
 from maxjax.engine.batching import programs
 from maxjax.engine.batching.pages import Pages
-from maxjax.errors import UserInputError
+from maxjax.errors import OutOfMemoryError, UserInputError
 from maxjax.models import Llama, LlamaConfig
 from tests.models.decoders import ids_of, one_character_each
 
@@ -217,6 +217,8 @@ def test_refused(model):
         maxjax.Engine(model, chunk=48)
     with pytest.raises(UserInputError, match="cache_bytes"):
         maxjax.Engine(model, cache_bytes="1KB")
+    with pytest.raises(OutOfMemoryError, match=r"100\.\d* TiB|99\.\d* TiB|100 TiB"):
+        maxjax.Engine(model, cache_bytes="100TiB")
     with maxjax.Engine(model, slots=1) as engine:
         with pytest.raises(UserInputError, match="vocabulary"):
             engine.submit([1, VOCAB])
