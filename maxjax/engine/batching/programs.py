@@ -100,12 +100,8 @@ def read(
     run = lambda: model(ids, texts.cache(memory), lengths=counts, last=True)
     (logits, cache), taps = tapped(model, patches, run)
     last = jnp.take_along_axis(ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    sampled = _sampled(
-        logits, texts, last, cache.lengths, texts.written, memory.words, how, shardings
-    )
-    words = _added(memory.words, texts, sampled.tokens, texts.finishes)
-    memory = _placed(EngineMemory(cache.pool, words), shardings)
-    return (memory, sampled), taps
+    texts = texts._replace(lengths=cache.lengths)
+    return _read(memory.words, cache.pool, texts, logits, last, how, shardings), taps
 
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
@@ -135,12 +131,31 @@ def read_tokens(
     run = lambda: model(ids[:, None], cache, lengths=real.astype(jnp.int32), last=ends)
     (logits, cache), taps = tapped(model, patches, run)
     last = jnp.take(ids, ends, axis=0)
-    sampled = _sampled(
-        logits, texts, last, texts.lengths, texts.written, memory.words, how, shardings
-    )
-    words = _added(memory.words, texts, sampled.tokens, texts.finishes)
-    memory = _placed(EngineMemory(cache.pool, words), shardings)
-    return (memory, sampled), taps
+    return _read(memory.words, cache.pool, texts, logits, last, how, shardings), taps
+
+
+def _read(
+    words: Words | None, pool: PagePool, texts: TextRows, logits: jax.Array, last: jax.Array,
+    how: Choosing, shardings: Shardings,
+) -> tuple[EngineMemory, Sampled]:  # fmt: skip
+    """The memory after texts were read, and the sampled tokens after them."""
+    sampled = _sampled(logits, texts, last, texts.lengths, texts.written, words, how, shardings)
+    words = _added(words, texts, sampled.tokens, texts.finishes)
+    return _placed(EngineMemory(pool, words), shardings), sampled
+
+
+class _Decoding(NamedTuple):
+    """The state of the loop of ``decode``: the number of the step, and what it has written."""
+
+    step: jax.Array
+    memory: EngineMemory
+    last: jax.Array
+    lengths: jax.Array
+    active: jax.Array
+    bad: jax.Array
+    counts: jax.Array
+    samples: Any
+    recorded: Any
 
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
@@ -160,66 +175,61 @@ def decode(
         step, of length ``MAX_STEPS``.
     """
 
-    def call(pool: PagePool, last: jax.Array, lengths: jax.Array, active: jax.Array) -> Any:
-        cache = texts._replace(lengths=lengths).cache(EngineMemory(pool, None))
-        run = lambda: model(last[:, None], cache, lengths=active.astype(jnp.int32), last=True)
-        return tapped(model, patches, run)
+    def call(state: _Decoding) -> Any:
+        cache = texts._replace(lengths=state.lengths).cache(state.memory)
+        counts = state.active.astype(jnp.int32)
+        return tapped(
+            model, patches, lambda: model(state.last[:, None], cache, lengths=counts, last=True)
+        )
 
-    def choose(
-        logits: jax.Array, last: jax.Array, lengths: jax.Array, count: jax.Array, words: Any
-    ) -> Sampled:
-        return _sampled(logits, texts, last, lengths, texts.written + count, words, how, shardings)
+    def choose(logits: jax.Array, state: _Decoding) -> Sampled:
+        written = texts.written + state.counts
+        return _sampled(
+            logits, texts, state.last, state.lengths, written, state.memory.words, how, shardings
+        )
 
-    def more(carry: Any) -> jax.Array:
-        return (carry[0] < steps) & (jnp.sum(carry[4].astype(jnp.int32)) > least)
+    def more(state: _Decoding) -> jax.Array:
+        return (state.step < steps) & (jnp.sum(state.active.astype(jnp.int32)) > least)
 
-    def step(carry: Any) -> Any:
-        i, memory, last, lengths, active, bad, counts, samples, recorded = carry
-        (logits, cache), taps = call(memory.pool, last, lengths, active)
-        lengths = jnp.where(active, lengths + 1, lengths)
-        found = choose(logits, last, lengths, counts, memory.words)
-        tokens = jnp.where(active, found.tokens, last)
-        words = _added(memory.words, texts, tokens, active)
+    def step(state: _Decoding) -> _Decoding:
+        i, active = state.step, state.active
+        (logits, cache), taps = call(state)
+        state = state._replace(lengths=jnp.where(active, state.lengths + 1, state.lengths))
+        found = choose(logits, state)
+        tokens = jnp.where(active, found.tokens, state.last)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
-        samples = jax.tree.map(put, samples, found._replace(tokens=tokens))
         keep = lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, i, 0)
-        recorded = jax.tree.map(keep, recorded, taps)
-        counts, bad = counts + active.astype(jnp.int32), bad | (active & ~found.valid)
         ended = jnp.any(tokens[:, None] == texts.settings.ends, axis=1)
-        active = active & ~ended & found.valid & (lengths + 1 < texts.limits)
-        memory = _placed(EngineMemory(cache.pool, words), shardings)
-        return i + 1, memory, tokens, lengths, active, bad, counts, samples, recorded
+        words = _added(state.memory.words, texts, tokens, active)
+        return _Decoding(
+            i + 1,
+            _placed(EngineMemory(cache.pool, words), shardings),
+            tokens,
+            state.lengths,
+            active & ~ended & found.valid & (state.lengths + 1 < texts.limits),
+            state.bad | (active & ~found.valid),
+            state.counts + active.astype(jnp.int32),
+            jax.tree.map(put, state.samples, found._replace(tokens=tokens)),
+            jax.tree.map(keep, state.recorded, taps),
+        )
 
-    shapes, taps = jax.eval_shape(
-        lambda: _shapes(call(memory.pool, last, texts.lengths, active), choose, texts, memory)
-    )
-    samples = jax.tree.map(
-        lambda a: _replicated(jnp.zeros((a.shape[0], MAX_STEPS, *a.shape[1:]), a.dtype), shardings),
-        shapes,
-    )
-    recorded = jax.tree.map(partial(zeros, MAX_STEPS), taps) if is_observed(model) else {}
     none = jnp.zeros(active.shape, jnp.int32)
-    start = (
-        jnp.int32(0),
-        memory,
-        last,
-        texts.lengths,
-        active,
-        active & False,
-        none,
-        samples,
-        recorded,
-    )
-    *_, active, bad, counts, samples, recorded = result = jax.lax.while_loop(more, step, start)
+    start = _Decoding(jnp.int32(0), memory, last, texts.lengths, active, none > 0, none, None, {})
+
+    def one_step() -> Any:
+        (logits, _), taps = call(start)
+        return choose(logits, start), taps
+
+    shapes, taps = jax.eval_shape(one_step)
+    wide = lambda a: jnp.zeros((a.shape[0], MAX_STEPS, *a.shape[1:]), a.dtype)
+    start = start._replace(samples=jax.tree.map(lambda a: _replicated(wide(a), shardings), shapes))
+    if is_observed(model):
+        start = start._replace(recorded=jax.tree.map(partial(zeros, MAX_STEPS), taps))
+    end = jax.lax.while_loop(more, step, start)
     # XLA gives the results of a loop other shardings than its body says.
-    memory = _placed(result[1], shardings)
-    written = DispatchTokens(samples.tokens, counts, ~active, bad, samples)
-    return (memory, jax.tree.map(lambda a: _replicated(a, shardings), written)), recorded
-
-
-def _shapes(called: Any, choose: Any, texts: TextRows, memory: EngineMemory) -> Any:
-    (logits, _), taps = called
-    return choose(logits, texts.lengths, texts.lengths, texts.written, memory.words), taps
+    memory = _placed(end.memory, shardings)
+    written = DispatchTokens(end.samples.tokens, end.counts, ~end.active, end.bad, end.samples)
+    return (memory, jax.tree.map(lambda a: _replicated(a, shardings), written)), end.recorded
 
 
 @partial(jax.jit, donate_argnums=0)
