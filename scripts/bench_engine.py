@@ -32,7 +32,7 @@ import random_llama
 
 import maxjax
 from maxjax.engine.batching.running import RunningText, running_text
-from maxjax.engine.batching.scheduler import ENDS, PAGE_SIZE, Scheduler
+from maxjax.engine.batching.scheduler import PAGE_SIZE, Scheduler
 from maxjax.engine.generate.batch import Batch, bucket
 from maxjax.engine.generate.request import Prompt, Request
 
@@ -100,7 +100,7 @@ def with_slots(model: Any, work: list[tuple[list[int], int]], slots: int) -> dic
 
 def text_of(model: Any, ids: list[int], new: int, number: int) -> RunningText:
     request = Request(model, None, new, None, (), None, {})
-    return running_text(request, Prompt(ids, None, False), None, number, ENDS, number=number)
+    return running_text(request, Prompt(ids, None, False), None, number, number=number)
 
 
 def in_batches(model: Any, work: list[tuple[list[int], int]], slots: int) -> dict[str, float]:
