@@ -533,8 +533,13 @@ def test_not_a_number(directory, theirs):
 @pytest.fixture
 def no_programs():
     """JAX keeps a limited number of programs: those of earlier tests could leave while a test counts."""
-    decode_programs.prefill.clear_cache()
-    decode_programs.decode.clear_cache()
+    for program in (
+        decode_programs.prefill,
+        decode_programs.decode,
+        batching.read_tokens,
+        batching.decode,
+    ):
+        program.clear_cache()
 
 
 @pytest.mark.usefixtures("no_programs")
