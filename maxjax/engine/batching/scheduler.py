@@ -370,9 +370,11 @@ class Scheduler:
         """The number of tokens that each text may write before the next look at the queue."""
         if any(text.matcher is not None for text in self.running if text.stage is Stage.WRITING):
             return 1  # which tokens may come next is known after each token
-        if any(text.stage is Stage.READING for text in self.running):
-            return min(self._most_steps, _STEPS_BETWEEN)
-        return self._most_steps
+        reading = sum(text.stage is Stage.READING for text in self.running)
+        if not reading:
+            return self._most_steps
+        # A step costs about the same for a few texts as for all: it waits for them if they are many.
+        return 1 if 2 * reading > len(self.running) else min(self._most_steps, _STEPS_BETWEEN)
 
     def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
         """Runs so many decode steps; fewer if texts end for which others wait."""
