@@ -18,12 +18,12 @@ from ...lockstep import Lockstep
 from ...models.weights import named_dtype, shardings_of
 from ...rendering.row import bytes_text
 from ...storage.safetensors.writer import size_in_bytes
-from ..generate.batch import check_model
+from ..generate.batch import check_chunk, check_model
 from ..generate.request import Prompt, Request
 from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
 from .answer import PendingAnswer
-from .grammar import Grammar
+from .grammar import matcher_of
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
 from .scheduler import PAGE_SIZE, Scheduler
@@ -100,11 +100,10 @@ class Engine:
             )
         self.model, self.tokenizer = model, tokenizer
         self.slots = checked_integer("slots", slots)
-        if checked_integer("chunk", chunk) & (chunk - 1) or chunk < 16:
-            raise UserInputError(f"chunk is {chunk}: it must be a power of two of at least 16")
-        if exact and chunk % PAGE_SIZE:
+        least = PAGE_SIZE if exact else 16
+        if (chunk := check_chunk(chunk)) < least:
             raise UserInputError(
-                f"chunk is {chunk}: with exact=True it must be at least {PAGE_SIZE}"
+                f"chunk is {chunk}: with exact={exact} it must be at least {least}"
             )
         _check_processor(logits_processor, model.config.vocab_size)
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
@@ -189,7 +188,7 @@ class Engine:
         if any(one is not None for one in (schema, regex, grammar)):
             forms = {"schema": schema, "regex": regex, "grammar": grammar}
             size = self.model.config.vocab_size
-            matcher = Grammar(self.tokenizer, size, request.eos_ids, **forms).start()
+            matcher = matcher_of(self.tokenizer, size, request.eos_ids, **forms)
         number = next(self._numbers)
         text = running_text(
             request, read, key, number if key is None else 0, number=number, matcher=matcher, priority=priority,

@@ -21,64 +21,6 @@ MASK_BITS = 32
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-class Grammar:
-    """What answers may be.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        vocab_size: V, the width of the logits.
-        eos_ids: tokens that end an answer, which may come where it is complete.
-        schema: a JSON schema as a dict or text, a class of pydantic, or a dataclass. The answer is in one
-            line, and an object of a class has its fields and no others.
-        regex: a regular expression that the whole answer matches.
-        grammar: a grammar in the syntax of Lark, or of llama.cpp (GBNF).
-
-    Raises:
-        UserInputError: not exactly one of the three is given, or it is invalid or not supported; there is no tokenizer
-            or no token that ends an answer.
-        ImportError: llguidance is not installed.
-    """
-
-    def __init__(
-        self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], *,
-        schema: Any = None, regex: str | None = None, grammar: str | None = None,
-    ):  # fmt: skip
-        given = {"schema": schema, "regex": regex, "grammar": grammar}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) != 1:
-            raise UserInputError(
-                f"{' and '.join(named)} are given: an answer has one of schema, regex and grammar"
-            )
-        if tokenizer is None:
-            raise UserInputError(
-                f"{named[0]}= needs a tokenizer: without one there is no text that could match"
-            )
-        if not eos_ids:
-            raise UserInputError(f"{named[0]}= needs a token that ends an answer: pass eos_ids=")
-        llguidance = _llguidance()
-        self.vocab_size = vocab_size
-        self._tokens = _tokens(tokenizer, vocab_size, tuple(eos_ids))
-        make = llguidance.LLMatcher
-        try:
-            if schema is not None:
-                self._source = make.grammar_from_json_schema(
-                    _json_schema(schema), overrides=_JSON_STYLE
-                )
-            elif regex is not None:
-                self._source = make.grammar_from_regex(regex)
-            else:
-                self._source = llguidance.grammar_from("grammar", grammar)
-        except (ValueError, TypeError) as error:
-            raise UserInputError(f"{named[0]}: {error}") from error
-        problem = make.validate_grammar(self._source, self._tokens)
-        if problem and not problem.startswith("WARNING"):
-            raise UserInputError(f"{named[0]} is not supported: {problem}")
-
-    def start(self) -> Matcher:
-        """A matcher at the beginning of an answer."""
-        return Matcher(_llguidance().LLMatcher(self._tokens, self._source), self.vocab_size)
-
-
 class Matcher:
     """Where an answer is in its grammar.
 
@@ -109,6 +51,56 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Goes on to the state after a token."""
         self._matcher.consume_token(token)
+
+
+def matcher_of(
+    tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], *,
+    schema: Any = None, regex: str | None = None, grammar: str | None = None,
+) -> Matcher:  # fmt: skip
+    """A matcher at the beginning of an answer.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocab_size: V, the width of the logits.
+        eos_ids: tokens that end an answer, which may come where it is complete.
+        schema: a JSON schema as a dict or text, a class of pydantic, or a dataclass. The answer is in one
+            line, and an object of a class has its fields and no others.
+        regex: a regular expression that the whole answer matches.
+        grammar: a grammar in the syntax of Lark, or of llama.cpp (GBNF).
+
+    Raises:
+        UserInputError: not exactly one of the three is given, or it is invalid or not supported; there is no tokenizer
+            or no token that ends an answer.
+        ImportError: llguidance is not installed.
+    """
+    given = {"schema": schema, "regex": regex, "grammar": grammar}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise UserInputError(
+            f"{' and '.join(named)} are given: an answer has one of schema, regex and grammar"
+        )
+    if tokenizer is None:
+        raise UserInputError(
+            f"{named[0]}= needs a tokenizer: without one there is no text that could match"
+        )
+    if not eos_ids:
+        raise UserInputError(f"{named[0]}= needs a token that ends an answer: pass eos_ids=")
+    llguidance = _llguidance()
+    tokens = _tokens(tokenizer, vocab_size, tuple(eos_ids))
+    make = llguidance.LLMatcher
+    try:
+        if schema is not None:
+            source = make.grammar_from_json_schema(_json_schema(schema), overrides=_JSON_STYLE)
+        elif regex is not None:
+            source = make.grammar_from_regex(regex)
+        else:
+            source = llguidance.grammar_from("grammar", grammar)
+    except (ValueError, TypeError) as error:
+        raise UserInputError(f"{named[0]}: {error}") from error
+    found = Matcher(make(tokens, source), vocab_size)
+    if found.error is not None:
+        raise UserInputError(f"{named[0]} is not supported: {found.error}")
+    return found
 
 
 def mask_words(vocab_size: int) -> int:

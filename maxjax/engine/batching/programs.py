@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from ...graph.placement.arrays import with_sharding
 from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer.observe.loops import zeros
 from ...nn.layer.observe.programs import is_observed, tapped
-from ..generate.programs import MAX_STEPS, DispatchTokens
+from ..generate.programs import MAX_STEPS, DispatchTokens, Shardings, replicated, resharded
 from ..sampling.draw import Sampled
 from ..sampling.rows import RowSettings, Words, sample_rows
 
@@ -82,9 +80,6 @@ class Choosing(NamedTuple):
 
     tops: int
     processor: LogitsProcessor | None = None
-
-
-Shardings = tuple[NamedSharding, ...] | None
 
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
@@ -222,14 +217,14 @@ def decode(
 
     shapes, taps = jax.eval_shape(one_step)
     wide = lambda a: jnp.zeros((a.shape[0], MAX_STEPS, *a.shape[1:]), a.dtype)
-    start = start._replace(samples=jax.tree.map(lambda a: _replicated(wide(a), shardings), shapes))
+    start = start._replace(samples=jax.tree.map(lambda a: replicated(wide(a), shardings), shapes))
     if is_observed(model):
         start = start._replace(recorded=jax.tree.map(partial(zeros, MAX_STEPS), taps))
     end = jax.lax.while_loop(more, step, start)
     # XLA gives the results of a loop other shardings than its body says.
     memory = _placed(end.memory, shardings)
     written = DispatchTokens(end.samples.tokens, end.counts, ~end.active, end.bad, end.samples)
-    return (memory, jax.tree.map(lambda a: _replicated(a, shardings), written)), end.recorded
+    return (memory, jax.tree.map(lambda a: replicated(a, shardings), written)), end.recorded
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -243,13 +238,13 @@ def _sampled(
     words: Words | None, how: Choosing, shardings: Shardings,
 ) -> Sampled:  # fmt: skip
     """Samples the token after ``last``, which is at position ``lengths - 1`` of each text."""
-    logits = _replicated(logits, shardings)
+    logits = replicated(logits, shardings)
     if how.processor is not None:
         logits = how.processor(logits, last, lengths)
     found = sample_rows(
         logits, texts.settings, lengths, written, words, texts.slots, how.tops, texts.allowed
     )
-    return jax.tree.map(lambda a: _replicated(a, shardings), found)
+    return jax.tree.map(lambda a: replicated(a, shardings), found)
 
 
 def _added(
@@ -263,18 +258,7 @@ def _added(
     return jax.lax.cond(jnp.any(used), add, lambda words: words, words)
 
 
-def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
-    """The array, replicated if there is a mesh."""
-    if shardings is None:
-        return array
-    return with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
-
-
 def _placed(memory: EngineMemory, shardings: Shardings) -> EngineMemory:
     """The memory with the shardings of its pool, so that the next call needs no other executable."""
-    if shardings is None:
-        return memory
-    leaves, structure = jax.tree.flatten(memory.pool)
-    pairs = zip(leaves, shardings, strict=True)
-    pool = jax.tree.unflatten(structure, [with_sharding(a, one) for a, one in pairs])
-    return EngineMemory(pool, jax.tree.map(lambda a: _replicated(a, shardings), memory.words))
+    words = jax.tree.map(lambda a: replicated(a, shardings), memory.words)
+    return EngineMemory(resharded(memory.pool, shardings), words)

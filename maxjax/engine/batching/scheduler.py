@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -310,7 +310,7 @@ class Scheduler:
         arrays = self._texts([text], 1, finishes=[count == text.unread])
         counts, again = np.asarray([count], np.int32), text.stored < text.recorded
         sampled = self._run(
-            read, [text], arrays, ids, counts, width=width, counts=counts, keeps=not again
+            read, [text], arrays, ids, counts, width=width, counts=lambda _: counts, keeps=not again
         )
         self._mark_read(text, count)
         self._take_first([text], sampled)
@@ -511,16 +511,15 @@ class Scheduler:
 
     def _run(
         self, program: Any, texts: Sequence[RunningText], arrays: TextRows, *args: Any, width: int | None,
-        counts: Any = None, keeps: bool = True,
+        counts: Callable[[Any], Any] = lambda _: None, keeps: bool = True,
     ) -> Any:  # fmt: skip
         """Dispatches a program, and keeps the memory that it returns."""
         numbers = [text.number for text in texts]
         numbers += [0] * (len(arrays.slots) - len(numbers))
-        counted = counts if callable(counts) else lambda _: counts
         with compiling(program.__name__, self.shows):
             self.memory, result = self._observer.run(
                 self._lockstep, program, self.memory, arrays, *args, rows=numbers,
-                counts=lambda found: counted(found[1]), width=width, keeps=keeps, how=self._how,
+                counts=lambda found: counts(found[1]), width=width, keeps=keeps, how=self._how,
                 shardings=self._shardings,
             )  # fmt: skip
         return result

@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, n top tokens that are reported.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,7 @@ class SamplerArgs(NamedTuple):
 
 
 Shardings = tuple[NamedSharding, ...] | None
+S = TypeVar("S")
 
 
 @partial(jax.jit, static_argnames=("settings", "shardings"), donate_argnums=1)
@@ -108,14 +109,14 @@ def prefill(
     (logits, cache), taps = tapped(
         model, patches, lambda: model(ids, state.cache, lengths=counts, last=True)
     )
-    ends = (counts > 0) & (_replicated(cache.lengths, shardings) == state.prompts)
+    ends = (counts > 0) & (replicated(cache.lengths, shardings) == state.prompts)
     state = state._replace(cache=cache)
     state, sampled = _choose(state, logits, ends, sampler, settings, shardings)
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(ends if new.ndim == 1 else ends[:, None], new, old)
 
-    state = _resharded(state._replace(first=jax.tree.map(pick, sampled, state.first)), shardings)
+    state = resharded(state._replace(first=jax.tree.map(pick, sampled, state.first)), shardings)
     return state, taps
 
 
@@ -138,10 +139,10 @@ def decode(
     """
     batch = state.last.shape[0]
     samples = jax.tree.map(
-        lambda a: _replicated(jnp.zeros((batch, MAX_STEPS, *a.shape[1:]), a.dtype), shardings),
+        lambda a: replicated(jnp.zeros((batch, MAX_STEPS, *a.shape[1:]), a.dtype), shardings),
         state.first,
     )
-    counts = _replicated(jnp.zeros(batch, jnp.int32), shardings)
+    counts = replicated(jnp.zeros(batch, jnp.int32), shardings)
 
     def more(carry: Any) -> jax.Array:
         i, state, _, _, _ = carry
@@ -159,7 +160,7 @@ def decode(
         (logits, cache), taps = call(state, active)
         state = state._replace(cache=cache)
         state, sampled = _choose(state, logits, active, sampler, settings, shardings)
-        state = _resharded(state, shardings)
+        state = resharded(state, shardings)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
         keep = lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, i, 0)
         following = i + 1, state, jax.tree.map(put, samples, sampled)
@@ -170,12 +171,12 @@ def decode(
     if is_observed(model):
         _, shapes = jax.eval_shape(call, state, state.done)
         recorded = jax.tree.map(partial(zeros, MAX_STEPS), shapes)
-    start = (_replicated(jnp.int32(0), shardings), state, samples, counts, recorded)
+    start = (replicated(jnp.int32(0), shardings), state, samples, counts, recorded)
     _, state, samples, counts, recorded = jax.lax.while_loop(more, step, start)
     # XLA gives the results of a loop other shardings than its body says.
-    state = _resharded(state, shardings)
+    state = resharded(state, shardings)
     written = DispatchTokens(samples.tokens, counts, state.done, state.bad, samples)
-    result = state, jax.tree.map(lambda a: _replicated(a, shardings), written)
+    result = state, jax.tree.map(lambda a: replicated(a, shardings), written)
     return result, recorded
 
 
@@ -188,14 +189,14 @@ def _choose(
     shardings: Shardings,
 ) -> tuple[BatchState, Sampled]:
     """Samples the next token of the rows in ``which``, and updates their state."""
-    lengths = _replicated(state.cache.lengths, shardings)
+    lengths = replicated(state.cache.lengths, shardings)
     rows = state.rows if sampler.key is not None else None
     found = sample(
         logits, sampler.key, settings,
         amounts=sampler.amounts, history=state.history, rows=rows, positions=lengths,
         withheld=_withheld(logits, lengths - state.prompts, sampler) if settings.min_new_tokens else None,
     )  # fmt: skip
-    found = jax.tree.map(lambda a: _replicated(a, shardings), found)
+    found = jax.tree.map(lambda a: replicated(a, shardings), found)
     tokens = jnp.where(which, found.tokens, state.last)
     ended = jnp.any(tokens[:, None] == sampler.eos[None, :], axis=1) | (lengths + 1 >= state.limits)
     history = state.history
@@ -218,15 +219,15 @@ def _withheld(logits: jax.Array, written: jax.Array, sampler: SamplerArgs) -> ja
     return early[:, None] & ends[None, :]
 
 
-def _replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
+def replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
     """The array, replicated if there is a mesh."""
     if shardings is None:
         return array
     return with_sharding(array, NamedSharding(shardings[0].mesh, PartitionSpec()))
 
 
-def _resharded(state: BatchState, shardings: Shardings) -> BatchState:
-    """The state with its given shardings, so that the next call needs no other executable."""
+def resharded(state: S, shardings: Shardings) -> S:
+    """A pytree with its given shardings, so that the next call needs no other executable."""
     if shardings is None:
         return state
     leaves, structure = jax.tree.flatten(state)

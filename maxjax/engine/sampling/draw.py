@@ -125,7 +125,7 @@ def process_logits(
 
     def process(logits: jax.Array, history: History | None) -> jax.Array:
         values = adjusted(logits, settings, amounts, history, size)
-        values = _scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
+        values = scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
         if not settings.is_filtered:
             return values
         return _kept(values, threshold_of(values, *filters(settings, amounts, size)))
@@ -172,13 +172,13 @@ def _choose(
     top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
     valid = jnp.isfinite(top)[:, 0]
     if keys is None:
-        tokens = first_equal(values, top, _columns(values))
+        tokens = first_equal(values, top, columns_of(values))
     else:
-        scaled = _scaled(values, top, amounts.temperature)
+        divided = scaled(values, top, amounts.temperature)
         if settings.is_filtered:
-            tokens = _gumbel_argmax_filtered(scaled, keys, settings, amounts)
+            tokens = _gumbel_argmax_filtered(divided, keys, settings, amounts)
         else:
-            tokens = _gumbel_argmax(scaled, _columns(scaled), keys)
+            tokens = _gumbel_argmax(divided, columns_of(divided), keys)
     return jnp.where(valid, tokens, 0), valid
 
 
@@ -188,7 +188,7 @@ def first_equal(values: jax.Array, top: jax.Array, columns: jax.Array) -> jax.Ar
     return jnp.min(jnp.where(values == top, columns, none), axis=1)
 
 
-def _columns(values: jax.Array) -> jax.Array:
+def columns_of(values: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
 
 
@@ -212,7 +212,7 @@ def _drawn_of_candidates(
 
     def from_all() -> jax.Array:
         threshold = threshold_of(values, top_k, top_p, least)
-        return _gumbel_argmax(_kept(values, threshold), _columns(values), keys)
+        return _gumbel_argmax(_kept(values, threshold), columns_of(values), keys)
 
     if count > MOST_CANDIDATES:
         return from_all()
@@ -242,7 +242,7 @@ def choose_drawn(
         return _drawn_of_candidates(values, keys, min(_CANDIDATES, width), top_k, top_p, least)
 
     def plain() -> jax.Array:
-        return _gumbel_argmax(values, _columns(values), keys)
+        return _gumbel_argmax(values, columns_of(values), keys)
 
     return jax.lax.cond(jnp.any(is_filtered), filtered, plain)
 
@@ -257,7 +257,7 @@ def _kept(values: jax.Array, threshold: jax.Array) -> jax.Array:
     return jnp.where(values >= threshold, values, -jnp.inf)
 
 
-def _scaled(values: jax.Array, top: jax.Array, temperature: Any) -> jax.Array:
+def scaled(values: jax.Array, top: jax.Array, temperature: Any) -> jax.Array:
     """Values minus their largest, divided by the temperature: at most 0, so that none overflows."""
     return (values - jnp.where(jnp.isfinite(top), top, 0.0)) / temperature
 

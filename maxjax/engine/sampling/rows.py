@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .draw import Sampled, choose_drawn, first_equal, row_keys, top_logprobs
+from .draw import Sampled, choose_drawn, columns_of, first_equal, row_keys, scaled, top_logprobs
 from .penalties import penalised
 from .settings import Sampling
 
@@ -169,8 +169,7 @@ def sample_rows(
         values = jnp.where((bits >> place) & 1 == 1, values, -jnp.inf)
     top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
     valid = jnp.isfinite(top)[:, 0]
-    columns = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    greedy = first_equal(values, top, columns)
+    greedy = first_equal(values, top, columns_of(values))
     is_drawn = settings.temperature > 0
 
     def drawn(values: jax.Array) -> jax.Array:
@@ -178,7 +177,7 @@ def sample_rows(
         keys = jax.vmap(jax.random.fold_in)(keys, settings.numbers)
         keys = row_keys(keys, None, positions, values.shape[0])
         temperature = jnp.where(is_drawn, settings.temperature, 1.0)[:, None]
-        shifted = (values - jnp.where(jnp.isfinite(top), top, 0.0)) / temperature
+        shifted = scaled(values, top, temperature)
         of_rows = (settings.top_k, settings.top_p, settings.least)
         found = choose_drawn(shifted, keys, *(a[:, None] for a in of_rows))
         return jnp.where(is_drawn, found, greedy)
