@@ -8,7 +8,8 @@
 A topology names TPUs (`v5e:2x4`, `v5p:2x2x2`; needs the package libtpu, or TPU_LIBRARY_PATH),
 NVIDIA GPUs (`h200:8`, `h100:8`; needs jax-cuda13-plugin and jax-cuda13-pjrt of jax's version, and
 nvidia-cudnn-cu13), or fake devices (`cpu:8`). The compilers are the real ones; the model has no
-weights, only their shapes, and its layers are as `maxjax.load` would hold them. The report has:
+weights, only their shapes, and its layers are as `maxjax.load` would hold them. The programs are `decode` and
+`prefill` of `maxjax.generate`, `engine`, which is a decode step of `maxjax.Engine`, and `call`. The report has:
 
 arguments    bytes of weights, cache and other arguments on one device
 temporaries  bytes that the program needs in addition
@@ -62,9 +63,17 @@ if __name__ == "__main__":  # before JAX is imported
             os.environ["JAX_NUM_CPU_DEVICES"] = argument.removeprefix("cpu:")
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 
 import maxjax  # noqa: E402
 from maxjax.dtype import DType  # noqa: E402
+from maxjax.engine.batching.programs import (  # noqa: E402
+    Choosing,
+    EngineMemory,
+    TextRows,
+    decode,
+)
+from maxjax.engine.batching.scheduler import PAGE_SIZE  # noqa: E402
 from maxjax.engine.plan.compiled import (  # noqa: E402
     abstract_state,
     lowered,
@@ -73,11 +82,14 @@ from maxjax.engine.plan.compiled import (  # noqa: E402
 )
 from maxjax.engine.plan.footprint import Reading  # noqa: E402
 from maxjax.engine.plan.topology import Topology  # noqa: E402
+from maxjax.engine.sampling.rows import MOST_LOGPROBS, RowSettings  # noqa: E402
+from maxjax.engine.sampling.settings import GREEDY  # noqa: E402
 from maxjax.errors import MissingCompilerError, UserInputError  # noqa: E402
 from maxjax.graph.quantization import QuantizationEncoding  # noqa: E402
 from maxjax.models import build, find_family  # noqa: E402
+from maxjax.nn.kv_cache.pages import PagePool  # noqa: E402
 from scripts import hlo, packed_checkpoints, traffic  # noqa: E402
-from scripts.aot_programs import MODELS, PACKED, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
+from scripts.aot_programs import MODELS, PACKED, PROGRAMS, STEPS, TABLE, TOPOLOGIES, Case  # noqa: E402
 
 MIB = 1 << 20
 # The number of compilations at a time: XLA uses more than one core only for a part of each.
@@ -155,18 +167,45 @@ def trace(case: Case, topology: str) -> Traced:
     """The lowered program of a case."""
     mesh = maxjax.make_mesh(devices=Topology.of(topology).devices(), **case.mesh)
     model = model_of(case, mesh)
-    program = lowered(
-        case.program, model, mesh,
-        batch=case.batch, capacity=case.capacity, tokens=case.tokens, cache_dtype=case.cache_dtype,
-    )  # fmt: skip
+    if case.program == "engine":
+        program, cache = engine_step(model, case.batch, case.capacity, case.cache_dtype)
+    else:
+        program = lowered(
+            case.program, model, mesh,
+            batch=case.batch, capacity=case.capacity, tokens=case.tokens, cache_dtype=case.cache_dtype,
+        )  # fmt: skip
+        cache = None
+        if case.program != "call":
+            state = abstract_state(model, mesh, case.batch, case.capacity, case.cache_dtype)
+            cache = state.cache
     weights = _leaves(model)
-    tokens = case.batch * (1 if case.program == "decode" else case.tokens)
+    tokens = case.batch * (1 if case.program in STEPS else case.tokens)
     mixture = mixture_of(model.config, weights, tokens)
     held = [held_of(name, leaf, model.config, tokens) for name, leaf in weights.items()]
-    if case.program != "call":
-        state = abstract_state(model, mesh, case.batch, case.capacity, case.cache_dtype)
-        held += [traffic.Held(name, local_bytes(a)) for name, a in _leaves(state.cache).items()]
+    held += [traffic.Held(name, local_bytes(a)) for name, a in _leaves(cache).items()]
     return Traced(program, model.config.num_hidden_layers, mixture, traffic.needed(held, mixture))
+
+
+def engine_step(
+    model: Any, slots: int, capacity: int, cache_dtype: str | None
+) -> tuple[Any, PagePool]:
+    """The decode program of ``maxjax.Engine``, lowered, and its pool, which has ``capacity`` tokens for each slot."""
+    each = capacity // PAGE_SIZE
+    pool = model.page_pool(slots * each, PAGE_SIZE, slots, cache_dtype, abstract=True)
+    rows = np.zeros(slots, np.int32)
+    settings = RowSettings.of(
+        GREEDY, np.zeros(2, np.uint32), 0, np.full(32, -1, np.int32), model.config.vocab_size
+    )
+    texts = TextRows(
+        rows, np.zeros((slots, each), np.int32), rows, rows, rows, rows > 0,
+        rows if model.config.ropes_by_length else None,
+        jax.tree.map(lambda a: np.stack([a] * slots), settings),
+    )  # fmt: skip
+    program = decode.lower(
+        model, EngineMemory(pool, None), texts, rows, rows > 0, np.int32(1), np.int32(0),
+        how=Choosing(MOST_LOGPROBS), shardings=tuple(leaf.sharding for leaf in jax.tree.leaves(pool)),
+    )  # fmt: skip
+    return program, pool
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
@@ -219,7 +258,7 @@ def compiled(case: Case, topology: str, traced: Traced, save: Path | None) -> Re
         name = re.sub(r"[^\w=.,\-]+", "_", f"{topology}_{case}")
         (save / f"{name}.hlo").write_text(text)
     parsed = hlo.parse(text)
-    moved = traffic.moved(parsed, case.program == "decode", traced.mixture)
+    moved = traffic.moved(parsed, case.program in STEPS, traced.mixture)
     return Report(
         memory.arguments, memory.temporaries, *traffic.totals(moved), traced.need,
         copies_of(parsed, case.program), collectives_of(parsed, traced.layers, case.program),
@@ -269,7 +308,7 @@ def is_data(name: str) -> bool:
         >>> is_data("model.lm_head.weight"), is_data("state.cache.full.keys"), is_data("state.last")
         (True, True, False)
     """
-    return name.startswith(("model.", "state.cache."))
+    return name.startswith(("model.", "state.cache.", "memory.pool."))
 
 
 def copies_of(program: hlo.Program, kind: str) -> str:
@@ -277,7 +316,7 @@ def copies_of(program: hlo.Program, kind: str) -> str:
     groups: Counter[tuple[int, str, str, str]] = Counter()
     for one in hlo.copies(program, is_data, MIB):
         name = re.sub(r"\.\d+\b", ".*", one.what)
-        once = "once, " if kind == "decode" and not one.loops else ""
+        once = "once, " if kind in STEPS and not one.loops else ""
         groups[-one.bytes, name, one.dtype, once] += one.times
     parts = [
         f"{times} x {-size / MIB:.1f} MiB ({once}{dtype} {name})"
@@ -290,7 +329,7 @@ def collectives_of(program: hlo.Program, layers: int, kind: str) -> str:
     """The collectives: of each kind ``times // layers`` in a layer, and the remainder outside layers."""
     groups: Counter[tuple[str, str, int, bool]] = Counter()
     for one in hlo.collectives(program):
-        once = kind == "decode" and not one.loops
+        once = kind in STEPS and not one.loops
         groups[one.what, one.dtype, one.bytes, once] += one.times
     parts = []
     for (what, dtype, size, once), times in sorted(groups.items()):
@@ -487,7 +526,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=512, help="tokens of a prefill or a call")
     made.add_argument("--dtype", default="bfloat16", help="dtype of weights and cache")
     made.add_argument("--cache-dtype", help="dtype of the cache, such as int8")
-    made.add_argument("--program", choices=PROGRAMS, action="append", help="by default all three")
+    made.add_argument("--program", choices=PROGRAMS, action="append", help="by default all")
     made.add_argument(
         "--packed", metavar="FORMAT", help="of the matrices of layers, such as FP8, Q4_K"
     )

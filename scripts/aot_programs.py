@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROGRAMS = ("decode", "prefill", "call")
+PROGRAMS = ("decode", "prefill", "engine", "call")
+# Those that run once for each token.
+STEPS = ("decode", "engine")
 # So few that the output head does not hide the layers, in models of two or three layers.
 PACKED_VOCABULARY = 4096
 
@@ -148,7 +150,7 @@ class Case(NamedTuple):
         axes = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
         depth = "" if self.layers is None else f"x{self.layers}"
         words = [self.program, f"{Path(self.model).stem}{depth}", axes, f"B={self.batch}"]
-        words += [] if self.program == "decode" else [f"T={self.tokens}"]
+        words += [] if self.program in STEPS else [f"T={self.tokens}"]
         words += [] if self.program == "call" else [f"S={self.capacity}"]
         words += [] if self.dtype == "bfloat16" else [self.dtype]
         words += [] if self.cache_dtype is None else [f"cache={self.cache_dtype}"]
@@ -205,6 +207,9 @@ TABLE = (
     Case("decode", "qwen3next", 4, {"model": 8}, 8, 8192),
     Case("decode", "llama70", 2, {"model": 64}, 8, 8192),
     Case("decode", "qwen235", 2, {"expert": 8, "model": 8}, 64, 8192),
+    Case("engine", "llama8", 4, {"model": 1}, 64, 4096),
+    Case("engine", "llama8", 4, {"model": 8}, 64, 4096),
+    Case("engine", "llama8", 4, {"model": 8}, 64, 4096, cache_dtype="int8"),
     Case("prefill", "llama8", 2, {"model": 1}, 1, 8192),
     Case("prefill", "llama8", 2, {"model": 8}, 8, 8192),
     Case("prefill", "llama8", 2, {"model": 8}, 1, 32768),

@@ -56,6 +56,8 @@ _BY_PART = frozenset({
     "shift-left", "shift-right-logical", "shift-right-arithmetic",
 })  # fmt: skip
 # What is gathered or broadcast from a stack is no stack: activations times the weight of a norm are not.
+# How the names of arguments begin that are pages of a cache.
+POOL = "memory.pool."
 _NOTHING = 1 << 62
 _ALIASES = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
@@ -145,14 +147,14 @@ def moved(program: Program, is_decode: bool = False, mixture: Mixture | None = N
 
     Args:
         program: the program; names of arguments that begin with ``model.`` are those of weights, and with
-            ``state.cache.`` those of the cache.
+            ``state.cache.`` those of the cache, with ``memory.pool.`` those of pages of a cache.
         is_decode: whether the program is a loop over tokens, of which one counts.
         mixture: the mixture of experts that the model has, if any.
     """
     inputs = [one for one in program.computations[program.entry] if one.kind == "parameter"]
     start: list[Value] = [None] * len(inputs)
     for one in inputs:
-        if one.source.startswith(("model.", "state.cache.")):
+        if one.source.startswith(("model.", "state.cache.", POOL)):
             start[int(one.operands[0])] = Data(one.source)
     ranks = {one.source: _matrix_rank(one) for one in inputs}
     traffic = _Traffic(program, is_decode, mixture, ranks)
@@ -356,7 +358,8 @@ class _Traffic(Follow):
         read = sum(
             _in_memory(type_) * self.share_read(value, type_, given, types)
             for i, (value, type_) in enumerate(zip(given, types, strict=True))
-            if i not in updated
+            # A kernel takes a pool once for each page that it reads at a time.
+            if i not in updated and not (_is_pool(value) and value in given[:i])
         )
         results = _parts(one.type)
         if target.startswith(("__cublas", "__cudnn")):
@@ -365,9 +368,14 @@ class _Traffic(Follow):
         return read, sum(_in_memory(part) for i, part in enumerate(results) if i not in kept)
 
     def share_read(self, value: Value, type_: str, given: list[Value], types: list[str]) -> float:
-        """The share of an operand that a kernel reads: of a stack, the matrices that its indices name."""
+        """The share of an operand that a kernel reads: of a stack or a pool, what its indices or its table name."""
         if not isinstance(value, Data):
             return 1.0
+        if _is_pool(value):
+            pages = math.prod(arrays(type_)[0][1][:2])  # of all layers
+            tables = [math.prod(shape) for one, type_ in zip(given, types, strict=True) if one is None
+                      for dtype, shape in arrays(type_) if dtype == "s32"]  # fmt: skip
+            return min(1.0, max(tables, default=pages) / pages)
         own = [shape for one, type_ in zip(given, types, strict=True) if one is None
                for _, shape in arrays(type_)]  # fmt: skip
         indices = [math.prod(shape) for one, type_ in zip(given, types, strict=True) if one is None
@@ -444,6 +452,11 @@ class _Traffic(Follow):
         if blocks in (mixture.experts, mixture.local) and not (rows == 1 and blocks == choices):
             return mixture.share_used()
         return mixture.share_of_blocks(blocks, rows, bool(self._repeats))
+
+
+def _is_pool(value: Value) -> bool:
+    """Whether a value is an argument with pages of a cache."""
+    return isinstance(value, Data) and value.name.startswith(POOL)
 
 
 def _target(one: Instruction) -> str:

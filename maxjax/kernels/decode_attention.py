@@ -34,6 +34,8 @@ from .pallas import program_device, refused
 from .product import FLOATS
 from .sinks import checked_sinks
 from .stack_slice import layer_of
+from .tpu import paged_decode
+from .tpu.mosaic import unavailable as no_mosaic
 
 # The index of the first scales of an int8 cache among the operands.
 _SCALES = 11
@@ -110,8 +112,8 @@ def decode_attention(
     (``decode/triton.py``), which rounds 16-bit queries after rope, and the softmax weights, to their dtype (for
     an int8 cache weights to bfloat16). TPUs, other GPUs, slopes on GPUs, and operands that Triton does not support
     use ``decode/blocks.py``. Other dtypes, derivatives, exports for CPUs and NVIDIA GPUs use :func:`definition`.
-    With ``table``, TPUs and other GPUs use :func:`paged_definition`, which copies the pages of the layer; and TPUs
-    copy a pool whose slots are last in memory (128 does not divide D).
+    With ``table``, TPUs run a kernel in Mosaic (``tpu/paged_decode.py``) if D is a multiple of 128. Otherwise they
+    and other GPUs use :func:`paged_definition`, which copies the pages of the layer, on TPUs even the pool.
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))
@@ -403,6 +405,15 @@ def _paged_on_cuda(static: Options, *operands: Any) -> Any:
     return triton.kernel(static, *rest, table=table, write=write)
 
 
+def _paged_on_tpu(static: Options, *operands: Any) -> Any:
+    *rest, table = operands
+    why = paged_decode.lacks(static, *operands) or no_mosaic(program_device())
+    if refused("decode attention to pages on a TPU", why):
+        return paged_definition(static, *operands)
+    write = functools.partial(_write_pages, table)
+    return paged_decode.kernel(static, *rest, table=table, write=write)
+
+
 def _paged_rule(ranks: Sequence[int]) -> Any:
     operands, results = _rule(ranks[:-1], "n")
     return (*operands, ArrayMapping("b", "m")), results
@@ -411,13 +422,20 @@ def _paged_rule(ranks: Sequence[int]) -> Any:
 def _paged_shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
     """Heads are split as they are in the pool; each device has all pages, sequences and tables."""
     specs = list(specs[:-1])
-    heads = specs[3][-3]
+    heads = specs[3][-3] or specs[0][1]
     specs[3] = [*[()] * (len(specs[3]) - 3), heads, (), ()]
     operands, results, summed = _shardings(specs)
     return [*operands, [(), ()]], results, summed
 
 
+def _of_queries(static: Options) -> explicit.Division | None:
+    """The division of the queries, from that of the keys."""
+    division = static.division
+    return division and division._replace(entries=((), division.entries[-3], (), ()))
+
+
 _PAGED = Operation(
     "maxjax_paged_decode_attention", lambda static, *operands: _types(static, *operands[:-1]),
-    paged_definition, {"cpu": _paged_kernel, "cuda": _paged_on_cuda}, _paged_rule, _paged_shardings,
+    paged_definition, {"cpu": _paged_kernel, "cuda": _paged_on_cuda, "tpu": _paged_on_tpu},
+    _paged_rule, _paged_shardings, division=_of_queries,
 )  # fmt: skip

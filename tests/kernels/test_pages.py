@@ -17,6 +17,7 @@ from maxjax.kernels import decode_attention, native
 from maxjax.kernels.cache_read import pages_of
 from maxjax.kernels.cache_write import write_tokens
 from maxjax.kernels.decode import triton
+from maxjax.kernels.tpu import paged_decode
 from maxjax.nn.kv_cache.slots import Latent, Slots
 from scripts.sharding_product import mesh_of
 from tests.kernels.decode_reference import TYPES, narrowed, operands
@@ -120,7 +121,7 @@ def test_decode_attention(which):
     same(contiguous(**sizes), **options)
 
 
-TRITON = [
+INTERPRETED = [
     "float32",
     "bfloat16",
     "rope",
@@ -133,8 +134,9 @@ TRITON = [
 ]
 
 
-@pytest.mark.parametrize("which", TRITON)
-def test_the_kernel_for_gpus(which, monkeypatch):
+@pytest.mark.parametrize("kernel", [triton, paged_decode], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("which", INTERPRETED)
+def test_kernels_of_other_platforms(which, kernel, monkeypatch):
     """Interpreted on a CPU, against the definition."""
     sizes, options = CASES.get(which, ({}, {}))
     if which == "latent":
@@ -152,7 +154,7 @@ def test_the_kernel_for_gpus(which, monkeypatch):
     def interpreted(static, *operands):
         *rest, table = operands
         write = functools.partial(attention._write_pages, table)
-        return triton.kernel(static, *rest, table=table, write=write, interpret=True)
+        return kernel.kernel(static, *rest, table=table, write=write, interpret=True)
 
     run = functools.partial(decode_attention, **options)
     expected = definition_of(attention.paged_definition, monkeypatch, run, there)

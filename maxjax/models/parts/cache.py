@@ -393,12 +393,17 @@ class _Attention(NamedTuple):
         if is_step and k is not None and has_kernel:
             if context.is_ragged:
                 pool = self._written_to_pages(k[:, None], v[:, None], pool, layer, table)
-            if self._heads_are_whole(self.layout(q.shape[0])):
+            layout, division = self.layout(q.shape[0]), None
+            if self._heads_are_whole(layout):
                 q = _resharded(q, 1, ())  # replicated, as the heads of the pool are
+            if layout is not None:
+                over = layout.over if layout.group == 1 else ()
+                division = explicit.Division.of(layout.mesh, [(), (), over, (), ()])
             tokens = context.starts if context.tokens is None else context.tokens
             return pool.decoded(
                 q, k, v, tokens, layer=layer, scale=scores.scale, sliding_window=mask.window,
                 soft_cap=scores.soft_cap, sinks=scores.sinks, slopes=scores.slopes, table=table,
+                division=division,
             )  # fmt: skip
         if is_step:  # a prefill of one token
             q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))

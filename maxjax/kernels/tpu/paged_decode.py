@@ -1,0 +1,209 @@
+"""Decode attention to pages on TPUs: a kernel in Mosaic.
+
+A program attends from the new token of one sequence to a few of its pages. Index maps find these pages in the
+table, so that Pallas reads them in place, in the pool of all layers, while the program before computes
+(as in the paged attention of vLLM, W. Kwon et al., arXiv:2309.06180). Pages that hold nothing that the token
+attends to are not read.
+
+Shapes: L layers, B sequences, K KV heads, G query heads of each, N pages of P tokens, M pages of a sequence,
+head dimension D.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..decode.step import Options, mean, written
+from ..pallas import result
+from .mosaic import LANES
+
+_FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16))
+_LOWEST = float(np.finfo(np.float32).min)
+# Bytes of keys that a program reads, and the most pages; twice as many are in VMEM, and as many of values.
+_BYTES, _MOST_PAGES = 1 << 20, 8
+# The table is in the memory for scalars, which has 1 MiB.
+_MOST_ENTRIES = 1 << 17
+# The index of the slopes among the operands after the keys.
+_SLOPES = 6
+
+
+def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str:
+    """Why a TPU cannot run the kernel on these operands, which are on one device; "" if it can.
+
+    The last operand is the table.
+
+    Example:
+        >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+        >>> options, one, table = Options(1.0, 0, 0.0, False, False), shape(1, 2, 32), shape(1, 4)
+        >>> lacks(options, shape(1, 2, 4, 32), one, one, shape(9, 2, 64, 32), table)
+        'XLA does not lay out heads of 32 numbers one after the other, as 128 does not divide it'
+    """
+    *_, heads, size, width = keys.shape
+    if rest[_SLOPES:-1] and rest[_SLOPES].size:
+        return "scores have a bias of the distance"
+    if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
+        return f"queries are {q.dtype} and the cache is {keys.dtype}"
+    if width % LANES:
+        return f"XLA does not lay out heads of {width} numbers one after the other, as {LANES} does not divide it"
+    if heads * size * width * keys.dtype.itemsize > _BYTES:
+        return f"a page has more than {_BYTES:,} bytes of keys"
+    if rest[-1].size > _MOST_ENTRIES:
+        return f"the table has {rest[-1].size:,} entries, at most {_MOST_ENTRIES:,}"
+    return ""
+
+
+def kernel(
+    static: Options, *operands: Any, table: jax.Array, write: Callable[..., list[jax.Array]],
+    interpret: Any = False,
+) -> list[jax.Array]:  # fmt: skip
+    """Decode attention of the operands on one device.
+
+    Args:
+        static: the static arguments.
+        operands: the same as for ``decode_attention.definition``; the caches are pools of pages.
+        table: the pages of each sequence, int32 ``[B, M]``.
+        write: writes the new tokens, as ``write_token`` does.
+        interpret: argument of ``pallas_call`` that runs the kernel on another platform.
+    """
+    q, _, _, keys, values, layer, lengths, _, _, sinks, *_ = operands
+    step = written(static, *operands, write=write, table=table)
+    caches = step.layers()
+    is_shared = not values.ndim
+    if is_shared:  # the keys and their scales, once
+        caches = caches[::2]
+    heads, size, width = keys.shape[-3:]
+    count = min(table.shape[1], _MOST_PAGES, _BYTES // (heads * size * width * keys.dtype.itemsize))
+    # 16-bit queries are rounded, as everywhere else on a TPU; the scale multiplies the scores instead.
+    queries = step.q.astype(q.dtype)
+    last = jnp.clip(lengths // size, 0, table.shape[1] - 1)
+    first = jnp.zeros_like(last)
+    if static.window:
+        first = jnp.clip((lengths + 1 - static.window) // size, 0, last)
+    mixed, largest, total = _call(static, count, is_shared, interpret)(
+        layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *caches
+    )
+    return step.answer(mean(largest[..., 0], total[..., 0], mixed, sinks), lengths, q.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _call(static: Options, count: int, is_shared: bool, interpret: Any) -> Any:
+    from jax.experimental import pallas as pl  # slow to import
+    from jax.experimental.pallas import tpu
+
+    def call(
+        layer: Any, lengths: Any, first: Any, last: Any, table: Any, q: Any, *arrays: Any
+    ) -> Any:
+        batch, heads, group, width = q.shape
+        pages, each = arrays[0].shape[1], table.size // batch
+
+        def of_page(i: int, rank: int) -> Any:
+            def place(
+                b: Any, j: Any, layer: Any, lengths: Any, first: Any, last: Any, table: Any
+            ) -> Any:
+                # After the last page the number stays, so that nothing is read.
+                entry = jnp.minimum(first[b] + j * count + i, last[b])
+                page = jnp.clip(table[b * each + entry], 0, pages - 1)
+                return layer[0], page, *(0,) * (rank - 2)
+
+            return place
+
+        def of_sequence(b: Any, *_: Any) -> Any:
+            return b, 0, 0, 0
+
+        one = pl.squeezed
+        by_page = [
+            pl.BlockSpec((one, one, *a.shape[2:]), of_page(i, a.ndim))
+            for a in arrays
+            for i in range(count)
+        ]
+        rows = lambda n: pl.BlockSpec((one, heads, group, n), of_sequence)
+        out = lambda n: result((batch, heads, group, n), q)
+        # As many steps as the longest sequence needs.
+        steps = jnp.max(last - first) // count + 1
+        # Otherwise XLA may copy a small pool, with all layers, to VMEM.
+        if not interpret:
+            arrays = tuple(tpu.with_memory_space_constraint(a, tpu.HBM) for a in arrays)
+        return pl.pallas_call(
+            functools.partial(_program, static, count, each, pages, is_shared),
+            grid_spec=tpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=5,
+                grid=(batch, steps),
+                in_specs=[rows(width), *by_page],
+                out_specs=[rows(width), rows(1), rows(1)],
+            ),
+            out_shape=[out(width), out(1), out(1)],
+            compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+            interpret=interpret,
+            name="maxjax_paged_decode_attention",
+        )(layer, lengths, first, last, table, q, *[a for a in arrays for _ in range(count)])
+
+    return call
+
+
+def _program(
+    static: Options, count: int, each: int, pages: int, is_shared: bool,
+    layer: Any, lengths: Any, first: Any, last: Any, table: Any, q: Any, *refs: Any,
+) -> None:  # fmt: skip
+    """One program: ``count`` pages of one sequence. The results of the programs before it are in the outputs."""
+    from jax.experimental import pallas as pl
+
+    *arrays, mixed, largest, total = refs
+    keys, *rest = [arrays[i : i + count] for i in range(0, len(arrays), count)]
+    values, *scales = [keys, *rest, *rest] if is_shared else rest
+    row, step = pl.program_id(0), pl.program_id(1)
+    begin, size = first[row] + step * count, keys[0].shape[1]
+
+    @pl.when(step == 0)
+    def _() -> None:
+        mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
+        largest[...] = jnp.full(largest.shape, _LOWEST, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+
+    @pl.when(begin <= last[row])
+    def _() -> None:
+        def sees(i: int, shape: tuple[int, ...], axis: int) -> Any:
+            """Whether the new token attends to the tokens of page i, along an axis."""
+            entry = begin + i
+            page = table[row * each + jnp.minimum(entry, each - 1)]
+            age = lengths[row] - entry * size - jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            # An age below 0 is also that of each token of a page after the last one.
+            end = jnp.where((page >= 0) & (page < pages), static.window or 2**31 - 1, 0)
+            return (age >= 0) & (age < end)
+
+        queries = q[...]
+        scores = []
+        for i in range(count):
+            found = _dot(queries, keys[i][...].astype(queries.dtype), 2) * jnp.float32(static.scale)
+            if scales:
+                found = found * scales[0][i][...][:, None]
+            if static.cap:
+                found = jnp.float32(static.cap) * jnp.tanh(found / jnp.float32(static.cap))
+            scores.append(jnp.where(sees(i, found.shape, 2), found, -jnp.inf))
+        old = largest[...]
+        new = old
+        for found in scores:
+            new = jnp.maximum(new, jnp.max(found, axis=2, keepdims=True))
+        kept = jnp.exp(old - new)
+        sum_, out = total[...] * kept, mixed[...] * kept
+        for i, found in enumerate(scores):
+            weights = jnp.exp(found - new)
+            sum_ = sum_ + jnp.sum(weights, axis=2, keepdims=True)
+            if scales:
+                weights = weights * scales[1][i][...][:, None]
+            # Values that are not seen may be NaN.
+            read = values[i][...].astype(queries.dtype)
+            read = jnp.where(sees(i, read.shape, 1), read, jnp.zeros_like(read))
+            out = out + _dot(weights.astype(queries.dtype), read, 1)
+        largest[...], total[...], mixed[...] = new, sum_, out
+
+
+def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """For each KV head, the matmul of ``a`` with ``b``, contracted over an axis of ``b``, summed in float32."""
+    dimensions = (((2,), (axis,)), ((0,), (0,)))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
