@@ -60,7 +60,11 @@ CASES = {
         functools.partial(of_a_token, heads=128, kv_heads=1, width=576, shared=True),
         functools.partial(of_a_token, cache="int8", kv_heads=1, width=288, shared=True),
     ],
-    "a cache in pages": [lambda: of_a_token(table=jnp.zeros((1, 1), jnp.int32))],
+    "a cache in pages, heads of a multiple of 128": [
+        lambda: of_a_token(table=jnp.zeros((1, 1), jnp.int32), width=128),
+        lambda: of_a_token(table=jnp.zeros((1, 1), jnp.int32), width=128, cache="int8"),
+    ],
+    "a cache in pages, other heads": [lambda: of_a_token(table=jnp.zeros((1, 1), jnp.int32))],
     "heads wider than 640": [functools.partial(of_a_token, width=656)],
     "int8, keys of all layers 2 to 4 GiB on one device": [
         functools.partial(of_a_token, cache="int8", kv_heads=8, width=128, slots=1 << 16, layers=33)

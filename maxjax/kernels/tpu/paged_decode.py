@@ -77,6 +77,10 @@ def kernel(
     is_shared = not values.ndim
     if is_shared:  # the keys and their scales, once
         caches = caches[::2]
+    # XLA copies the pages of scales, which are small compared with those of keys: it would copy the whole pool of
+    # scales into the layout that the kernel reads.
+    pools = 1 if is_shared else 2
+    scales = [a.at[layer, table].get(mode="clip") for a in caches[pools:]]  # [B, M, K, P]
     heads, size, width = keys.shape[-3:]
     count = min(table.shape[1], _MOST_PAGES, _BYTES // (heads * size * width * keys.dtype.itemsize))
     # 16-bit queries are rounded, as everywhere else on a TPU; the scale multiplies the scores instead.
@@ -86,7 +90,7 @@ def kernel(
     if static.window:
         first = jnp.clip((lengths + 1 - static.window) // size, 0, last)
     mixed, largest, total = _call(static, count, is_shared, interpret)(
-        layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *caches
+        layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *caches[:pools], *scales
     )
     return step.answer(mean(largest[..., 0], total[..., 0], mixed, sinks), lengths, q.dtype)
 
@@ -97,19 +101,21 @@ def _call(static: Options, count: int, is_shared: bool, interpret: Any) -> Any:
     from jax.experimental.pallas import tpu
 
     def call(
-        layer: Any, lengths: Any, first: Any, last: Any, table: Any, q: Any, *arrays: Any
+        layer: Any, lengths: Any, first: Any, last: Any, table: Any, q: Any, *given: Any
     ) -> Any:
+        arrays = list(given)
         batch, heads, group, width = q.shape
         pages, each = arrays[0].shape[1], table.size // batch
 
-        def of_page(i: int, rank: int) -> Any:
+        def of_page(i: int, is_pool: bool) -> Any:
             def place(
                 b: Any, j: Any, layer: Any, lengths: Any, first: Any, last: Any, table: Any
             ) -> Any:
                 # After the last page the number stays, so that nothing is read.
                 entry = jnp.minimum(first[b] + j * count + i, last[b])
-                page = jnp.clip(table[b * each + entry], 0, pages - 1)
-                return layer[0], page, *(0,) * (rank - 2)
+                if not is_pool:
+                    return b, entry, 0, 0
+                return layer[0], jnp.clip(table[b * each + entry], 0, pages - 1), 0, 0, 0
 
             return place
 
@@ -118,7 +124,7 @@ def _call(static: Options, count: int, is_shared: bool, interpret: Any) -> Any:
 
         one = pl.squeezed
         by_page = [
-            pl.BlockSpec((one, one, *a.shape[2:]), of_page(i, a.ndim))
+            pl.BlockSpec((one, one, *a.shape[2:]), of_page(i, a.ndim == 5))
             for a in arrays
             for i in range(count)
         ]
@@ -128,7 +134,8 @@ def _call(static: Options, count: int, is_shared: bool, interpret: Any) -> Any:
         steps = jnp.max(last - first) // count + 1
         # Otherwise XLA may copy a small pool, with all layers, to VMEM.
         if not interpret:
-            arrays = tuple(tpu.with_memory_space_constraint(a, tpu.HBM) for a in arrays)
+            pools = [a for a in arrays if a.ndim == 5]
+            arrays[: len(pools)] = [tpu.with_memory_space_constraint(a, tpu.HBM) for a in pools]
         return pl.pallas_call(
             functools.partial(_program, static, count, each, pages, is_shared),
             grid_spec=tpu.PrefetchScalarGridSpec(
