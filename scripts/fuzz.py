@@ -594,8 +594,10 @@ def print_refusals(formats: list[str]) -> int:
 
 # --- files that are hostile -----------------------------------------------------------------------
 
-# What opening a hostile file may take; a file that is accepted may take its own size several times.
+# What opening a hostile file may take: so much, and in addition some for each byte of it. The largest published
+# vocabulary (XLM-V) has 901,629 tokens in 15 MB; `tokenizers` alone takes most of a second and 200 MB for them.
 HOSTILE_SECONDS, HOSTILE_BYTES = 1.0, 200_000_000
+_SECONDS_OF_A_BYTE, _BYTES_OF_A_BYTE = 1e-7, 20
 # Seconds after which a child that opens a file is ended from outside, and its address space beyond what it has.
 _ENDED_SECONDS, _HOSTILE_SPACE = 20.0, 3 << 30
 
@@ -623,6 +625,9 @@ def hostile_child(pipe: int) -> None:
                 warm_up_action(case.action, listed)
             with tempfile.TemporaryDirectory() as directory:
                 path = case.build(Path(directory).resolve())
+                on_disk = [
+                    f.stat().st_blocks * 512 for f in Path(directory).rglob("*") if f.is_file()
+                ]
                 gc.collect()
                 forget_peak()
                 out.write(b"\n")
@@ -640,6 +645,10 @@ def hostile_child(pipe: int) -> None:
                 except BaseException as error:
                     said = problem = f"{type(error).__name__}: {error}"
                 seconds, grown = spent() - begin, resident("VmHWM") - before
+            if seconds > HOSTILE_SECONDS + sum(on_disk) * _SECONDS_OF_A_BYTE:
+                problem = problem or "too long"
+            if grown > HOSTILE_BYTES + sum(on_disk) * _BYTES_OF_A_BYTE:
+                problem = problem or "too large"
             row = seconds, grown, said[:240], problem[:240]
             out.write(json.dumps(row).encode() + b"\n")
 
@@ -680,10 +689,6 @@ def hostile(
                         yield names[number], _ENDED_SECONDS, 0, how, how
                         break
                     seconds, grown, said, problem = json.loads(line)
-                    if seconds > HOSTILE_SECONDS:
-                        problem = problem or "too long"
-                    if grown > HOSTILE_BYTES:
-                        problem = problem or "too large"
                     yield names[number], seconds, grown, said, problem
             process.stdin.close()
 
