@@ -77,7 +77,8 @@ def generate(options: argparse.Namespace) -> Iterable[str]:
 def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) -> list[str]:
     opened = open_model(options)
     from ..engine.generate.request import Request
-    from ..engine.generate.texts import Stream
+    from ..engine.generate.texts import stream_answer
+    from ..lockstep import Lockstep
 
     request = Request(
         opened.model, opened.tokenizer, options.max_new_tokens, options.stop, None, None, values,
@@ -86,9 +87,8 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
     system = system_message(options)
     read = request.prompt([*system, {"role": "user", "content": prompt}] if system else prompt)
     seed, key = chosen_key(options, request.sampling)
-    batch = request.batch(read.ids, key, options.chunk, options.cache_dtype)
-    stream = Stream(request, batch, read)
-    del batch  # the stream closes it
+    alone = Lockstep("generate", ())
+    stream = stream_answer(request, read, key, options.chunk, options.cache_dtype, alone)
     try:
         answer = show(stream, quiet=options.json)
     except FloatingPointError as error:

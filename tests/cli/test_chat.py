@@ -12,7 +12,7 @@ import time
 import pytest
 
 import maxjax
-from maxjax.engine.generate.batch import Batch
+from maxjax.engine.batching.scheduler import Scheduler
 
 from .models import in_process, write_model
 
@@ -145,15 +145,15 @@ def test_bytes_that_are_no_text(chat, said):
 
 def test_an_interrupt_before_the_first_word_takes_the_turn_back(chat, said, monkeypatch):
     (answer,) = said("hi")
-    calls, prefill = [], Batch.prefill
+    calls, read = [], Scheduler.read
 
     def interrupted(self):
         calls.append(self)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return prefill(self)
+        return read(self)
 
-    monkeypatch.setattr(Batch, "prefill", interrupted)
+    monkeypatch.setattr(Scheduler, "read", interrupted)
     assert chat(stdin="never said\nhi\n") == (0, f"{answer}\n", "(interrupted)\n")
 
 

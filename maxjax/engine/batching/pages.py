@@ -51,6 +51,12 @@ class Pages:
         """The number of pages that :meth:`allocate` can give."""
         return len(self._empty) + len(self._kept)
 
+    def grow(self, count: int) -> None:
+        """Adds pages, so that there are ``count``."""
+        self._empty[:0] = range(count - 1, self.count - 1, -1)
+        self._users += [0] * (count - self.count)
+        self.count = count
+
     def needed(self, tokens: int) -> int:
         """The number of pages of so many tokens; 0 in a pool without pages, whose model keeps no keys and values."""
         return -(-tokens // self.size) if self.count else 0

@@ -8,19 +8,27 @@ Shapes: B texts of a call, T tokens of each, N tokens of several texts, M pages 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer.observe.loops import zeros
 from ...nn.layer.observe.programs import is_observed, tapped
+from ..generate.batch import bucket
 from ..generate.programs import MAX_STEPS, DispatchTokens, Shardings, replicated, resharded
 from ..sampling.draw import Sampled
 from ..sampling.rows import RowSettings, Words, sample_rows
+from ..sampling.settings import GREEDY
+from .grammar import mask_words
+from .running import RunningText
+
+# Programs are for so many tokens that end a text; one with more has programs of its own.
+_LEAST_ENDS = 32
 
 
 class EngineMemory(NamedTuple):
@@ -39,7 +47,7 @@ class TextRows(NamedTuple):
     """The texts of a call, arrays ``[B]`` of NumPy. A pytree.
 
     Attributes:
-        slots: the slot of each text, int32; the number of slots for a text that is padding.
+        slots: the slot of each text, int32; the number of slots for a row that is padding.
         table: its pages, int32 ``[B, M]``.
         lengths: number of its tokens that are stored, int32.
         limits: largest number of its tokens, int32.
@@ -60,9 +68,65 @@ class TextRows(NamedTuple):
     settings: RowSettings
     allowed: Any = None
 
+    @staticmethod
+    def of(
+        texts: Sequence[RunningText], rows: int, width: int, slots: int, *, vocab_size: int,
+        finishes: Sequence[bool] = (), has_lengths: bool = False,
+    ) -> TextRows:  # fmt: skip
+        """The arrays of these texts, with padding up to ``rows``.
+
+        Args:
+            texts: the texts.
+            rows: B.
+            width: M.
+            slots: the number of slots.
+            vocab_size: V.
+            finishes: of each text, whether its last token is read; False by default.
+            has_lengths: whether RoPE depends on the length of a text.
+        """
+        of = lambda get, rest: row_of(texts, rows, get, rest)
+        zero = np.int32(0)
+        none = np.full(width, -1, np.int32)
+        table = of(lambda text: np.concatenate([text.pages, none[len(text.pages) :]]), none)
+        done = np.zeros(rows, bool)
+        done[: len(finishes)] = finishes
+        allowed = None
+        if any(text.matcher is not None for text in texts):
+            every = np.full(mask_words(vocab_size), 2**32 - 1, np.uint32)
+            allowed = of(
+                lambda text: every if text.matcher is None else text.matcher.allowed(), every
+            )
+        return TextRows(
+            of(lambda text: text.slot, np.int32(slots)), table, of(lambda text: text.stored, zero),
+            of(lambda text: text.limit, zero), of(lambda text: text.written, zero), done,
+            of(lambda text: text.text_length[0], zero) if has_lengths else None,
+            _settings(texts, rows, vocab_size), allowed,
+        )  # fmt: skip
+
     def cache(self, memory: EngineMemory) -> PagedCache:
         """The cache of these texts."""
         return PagedCache(memory.pool, self.table, self.lengths, self.slots, self.text_lengths)
+
+
+def row_of(
+    texts: Sequence[RunningText], size: int, get: Callable[[RunningText], Any], rest: Any
+) -> np.ndarray:
+    """An array with a row for each text, and ``rest`` in the rows up to ``size`` that are padding."""
+    found = np.full((size, *np.shape(rest)), rest, np.asarray(rest).dtype)
+    for row, text in enumerate(texts):
+        found[row] = get(text)
+    return found
+
+
+def _settings(texts: Sequence[RunningText], rows: int, vocab_size: int) -> RowSettings:
+    """The settings of these texts, with padding up to ``rows``."""
+    width = bucket(max((len(text.settings.ends) for text in texts), default=0), _LEAST_ENDS)
+    none = np.full(width, -1, np.int32)
+    padded = lambda ends: np.concatenate([ends, none[len(ends) :]])
+    each = [text.settings._replace(ends=padded(text.settings.ends)) for text in texts]
+    blank = RowSettings.of(GREEDY, np.zeros(2, np.uint32), 0, none, vocab_size)
+    each += [blank] * (rows - len(texts))
+    return RowSettings(*map(np.stack, zip(*each, strict=True)))
 
 
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -225,6 +289,13 @@ def decode(
     memory = _placed(end.memory, shardings)
     written = DispatchTokens(end.samples.tokens, end.counts, ~end.active, end.bad, end.samples)
     return (memory, jax.tree.map(lambda a: replicated(a, shardings), written)), end.recorded
+
+
+@partial(jax.jit, static_argnames="shardings", donate_argnums=0)
+def moved(new: PagePool, old: PagePool, *, shardings: Shardings) -> PagePool:
+    """A larger pool with the pages of another one, which keep their numbers."""
+    copy = lambda new, old: jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
+    return resharded(jax.tree.map(copy, new, old), shardings)
 
 
 @partial(jax.jit, donate_argnums=0)

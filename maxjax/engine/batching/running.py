@@ -5,17 +5,20 @@
 * **WAITING**: in the queue, without memory. The scheduler gives it a slot and pages; pages that have the first tokens
   of its prompt already are shared, and these tokens are not read again.
 * **READING**: the model reads its tokens piece by piece. The last piece gives the first token of the answer.
-* **WRITING**: each step reads the last token and gives another one, which :meth:`RunningText.take` adds.
+* **WRITING**: each step reads the last token and gives another one, which :meth:`RunningText.receive` adds. Their text
+  is made afterwards (:meth:`RunningText.pieces`), while the devices go on: by the scheduler, or by who reads a stream.
 * **ENDED**: by an end-of-text token, a stop string, the end of a grammar, its limit or a cancel; or with an error: its
   logits are not finite, its grammar has failed, or the engine was closed. The scheduler then takes slot and pages.
 
 From READING and WRITING a text goes back to WAITING (preemption) if a more urgent one needs its pages, or if it has
-outgrown the RoPE of its keys. It keeps its tokens, and they are read again.
+outgrown the RoPE of its keys. It keeps its tokens, and they are read again. A text that goes on where an ended one was,
+as a turn of a conversation does, gets the other one's slot and pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -59,6 +62,10 @@ class RunningText:
         salt: only texts with an equal salt share pages.
         told: function that is called with each piece of text.
         ended: function that is called with this object when it has ended.
+        is_lazy: whether somebody else than the scheduler makes its :meth:`pieces`. It then keeps slot and pages when it
+            has ended.
+        after: a lazy text that has ended, whose slot and pages this one takes over; tokens with which both begin are
+            not read again.
 
     Attributes:
         stage: where it is in its life.
@@ -68,6 +75,8 @@ class RunningText:
         slot, pages: what it has of the engine's memory.
         keys: what its prompt's pages are known by; None until the scheduler has computed them.
         is_cancelled: whether it is to end as it is.
+        is_whole: whether the last of its tokens is there, whose text may still have to be made.
+        received: tokens whose text has not been made: dispatches, and the text's row in each.
         text_length: the length for which RoPE rotates its keys, and the largest length for which it stays that.
         error: what ended it instead of its last token.
     """
@@ -76,7 +85,8 @@ class RunningText:
         self, partial: PartialCompletion, prompt: list[int], limit: int, settings: RowSettings, *,
         bias: np.ndarray | None = None, matcher: Matcher | None = None, number: int = 0,
         priority: int = 0, salt: bytes = b"", told: Callable[[str], None] = lambda piece: None,
-        ended: Callable[[RunningText], None] = lambda text: None,
+        ended: Callable[[RunningText], None] = lambda text: None, is_lazy: bool = False,
+        after: RunningText | None = None,
     ):  # fmt: skip
         self.partial, self.limit, self.settings, self.bias = partial, limit, settings, bias
         self.prompt_length, self.tokens = len(prompt), list(prompt)
@@ -89,7 +99,10 @@ class RunningText:
         self.pages: list[int] = []
         self.keys: list[Key] | None = None
         self.text_length: tuple[int, int] = (0, 0)
-        self.is_cancelled = False
+        self.is_lazy, self.after = is_lazy, after
+        self.is_cancelled = self.is_whole = False
+        self.received: deque[tuple[DispatchTokens, int]] = deque()
+        self._ends = frozenset(settings.ends.tolist())
 
     @property
     def written(self) -> int:
@@ -101,19 +114,35 @@ class RunningText:
         """The number of tokens that the model must read before it can choose the next one."""
         return len(self.tokens) - self.stored
 
-    def take(self, found: DispatchTokens, row: int) -> None:
-        """Adds the tokens that a dispatch has chosen for the text in a row; it may end with one of them."""
-        partial = self.partial
-        before = len(partial.tokens)
-        for piece in partial.pieces(found, row):
+    def receive(self, found: DispatchTokens, row: int) -> None:
+        """Adds the tokens that a dispatch has chosen for the text in a row; their text is made by :meth:`pieces`."""
+        # If the logits were not finite, the last token is meaningless.
+        count, is_bad = int(found.counts[row]), bool(found.bad[row])
+        new = found.tokens[row, : count - is_bad].tolist()
+        self.tokens += new
+        self.is_whole = (
+            is_bad or not self._ends.isdisjoint(new[-1:]) or len(self.tokens) >= self.limit
+        )
+        self.received.append((found, row))
+
+    def take(self) -> None:
+        """Tells the pieces of the tokens that it has received; it may end with one of them."""
+        for piece in self.pieces():
             self._told(piece)
-        self.tokens += partial.tokens[before:]
-        if self.matcher is not None:
-            self._match(partial.tokens[before:])
-        if found.bad[row] and not partial.done:
-            self.end(self._nothing_chosen())
-        elif partial.done or len(self.tokens) >= self.limit:
-            self.end()
+
+    def pieces(self) -> Iterator[str]:
+        """The text of the received tokens, lazily: a token is added to the answer when its piece is asked for."""
+        partial = self.partial
+        while self.received and self.stage is not Stage.ENDED:
+            found, row = self.received.popleft()
+            before = len(partial.tokens)
+            yield from partial.pieces(found, row)
+            if self.matcher is not None:
+                self._match(partial.tokens[before:])
+            if found.bad[row] and not partial.done:
+                self.end(self._nothing_chosen())
+            elif partial.done or (self.is_whole and not self.received):
+                self.end()
 
     def _nothing_chosen(self) -> Exception:
         """The error that says why no token could be chosen."""
@@ -144,7 +173,7 @@ class RunningText:
             self.partial.complete()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the text, with an error if there is one."""
+        """Ends the text as it is, with an error if there is one; received tokens without pieces are dropped."""
         if self.stage is Stage.ENDED:
             return
         self.stage, self.error = Stage.ENDED, error
@@ -155,16 +184,6 @@ class RunningText:
     def wait_again(self) -> None:
         """Goes back to the queue, after the scheduler has taken its slot and pages."""
         self.stage, self.stored, self.keys = Stage.WAITING, 0, None
-
-
-def row_of(
-    texts: Sequence[RunningText], size: int, get: Callable[[RunningText], Any], rest: Any
-) -> np.ndarray:
-    """An array with a row for each text, and ``rest`` in the rows up to ``size`` that are padding."""
-    found = np.full((size, *np.shape(rest)), rest, np.asarray(rest).dtype)
-    for row, text in enumerate(texts):
-        found[row] = get(text)
-    return found
 
 
 @isolated()

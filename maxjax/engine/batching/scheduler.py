@@ -1,7 +1,8 @@
 """Scheduler: which texts run, and what the devices do next.
 
-One :meth:`Scheduler.step` gives free slots and pages to texts of the queue, reads a part of the prompts, and lets the
-texts that have been read write some tokens. It runs in one thread; ``Engine`` has one of its own for it.
+:meth:`Scheduler.read` gives free slots and pages to texts of the queue and reads a part of their prompts;
+:meth:`Scheduler.write` lets the texts that have been read write some tokens. They run in one thread; ``Engine`` has one
+of its own for it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,8 +27,7 @@ from ..generate.batch import bucket
 from ..generate.programs import MAX_STEPS, DispatchTokens
 from ..isolation import isolated
 from ..sampling.draw import Sampled
-from ..sampling.rows import MOST_LOGPROBS, RowSettings, Words
-from ..sampling.settings import GREEDY
+from ..sampling.rows import MOST_LOGPROBS, Words
 from .grammar import mask_words
 from .pages import Pages
 from .programs import (
@@ -36,23 +36,33 @@ from .programs import (
     LogitsProcessor,
     TextRows,
     decode,
+    moved,
     read,
     read_tokens,
+    row_of,
     start_words,
 )
-from .running import RunningText, Stage, row_of
+from .running import RunningText, Stage
 
 PAGE_SIZE = 64
-# Programs are for so many tokens that end a text; one with more has programs of its own.
-_LEAST_ENDS = 32
 _LEAST_TOKENS, _LEAST_PAGES = 16, 8
-# The duration of a dispatch that is aimed at, in seconds: a new prompt waits for it, and a stop string is noticed
-# only after it.
-_DISPATCH_S = 0.1
 # Up to this position, tokens of several texts are read together, each of which attends to its text by itself.
 _RAGGED = 2048
 # While prompts wait to be read, so many tokens are written between two pieces of them.
 _STEPS_BETWEEN = 4
+
+
+class EndedByOthers(Exception):
+    """The first of several processes has ended the answer that it streams; the argument is where."""
+
+
+class _Dispatch(NamedTuple):
+    """Steps that the devices are making: of which texts, what they write, how many, and when they have begun."""
+
+    texts: list[RunningText]
+    written: DispatchTokens
+    steps: int
+    began: float
 
 
 class Scheduler:
@@ -62,24 +72,32 @@ class Scheduler:
         model: a decoder whose weights are loaded.
         slots: largest number of texts that run at once.
         pages: number of pages of the cache.
+        most_pages: number to which they may grow; None: they do not.
         chunk: largest number of prompt tokens that are read between two steps; a power of two.
         cache_dtype: dtype of keys and values; None for the model's.
         tops: number of most probable tokens that are reported where a text wants log-probabilities.
         exact: whether a text gets the same bits whatever else runs. Each page of a prompt is then read by itself, each
             step is for all slots, and a text gets all its pages at once, so that it is never put back.
         logits_processor: what logits go through before a token is chosen.
+        together: the call that the scheduler belongs to, if several processes make it together.
+        dispatch_s: the duration of a dispatch that is aimed at, in seconds: new prompts wait for it, and a stop string
+            is noticed only after it.
     """
 
     @isolated()
     def __init__(
-        self, model: Any, slots: int, pages: int, *, chunk: int = 512, cache_dtype: Any = None,
-        tops: int = MOST_LOGPROBS, exact: bool = False, logits_processor: LogitsProcessor | None = None,
+        self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, chunk: int = 512,
+        cache_dtype: Any = None, tops: int = MOST_LOGPROBS, exact: bool = False,
+        logits_processor: LogitsProcessor | None = None, together: Lockstep | None = None,
+        dispatch_s: float = 0.1,
     ):  # fmt: skip
         self.model, self.slots, self.chunk = model, slots, chunk
         self._vocab_size = model.config.vocab_size
         self._how, self._is_exact = Choosing(tops, logits_processor), exact
         self._ropes = model.config.ropes_by_length
-        self._observer, self._lockstep = ProgramObserver(model), Lockstep("generate", ())
+        self._observer, self.together = ProgramObserver(model), together or Lockstep("generate", ())
+        self._cache_dtype, self._dispatch_s = cache_dtype, dispatch_s
+        self._most_pages = pages if most_pages is None else most_pages
         pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
         self._is_recurrent = any(isinstance(group.kind, States) for group in model._groups.values())
         self.pages = Pages(pool.pages, PAGE_SIZE)
@@ -96,7 +114,8 @@ class Scheduler:
         self.has_cancelled = False  # whether a text has been cancelled since the last step
         self.running: list[RunningText] = []  # in the order in which they got a slot
         self._free = list(range(slots - 1, -1, -1))
-        self._most_steps = 4  # in a dispatch
+        self._most_steps = 1  # in a dispatch
+        self._coming: _Dispatch | None = None
         self.shows = True
         # Numbers of decode steps, of tokens written in them, of all tokens written and of prompt tokens read.
         self.steps = self.busy_rows = self.written = self.read_count = 0
@@ -118,17 +137,39 @@ class Scheduler:
         if text.is_cancelled:  # before it was in the queue
             self.has_cancelled = True
 
-    @isolated()
     def step(self) -> None:
         """Starts, reads and continues texts; each gets its new tokens."""
+        self.read()
+        self.write()
+
+    @isolated()
+    def read(self) -> None:
+        """Starts texts, and reads the next tokens of prompts."""
         self._end_cancelled()
+        self._release_ended()
         self._start()
         self._read()
-        self._write()
+
+    @isolated()
+    def write(self) -> None:
+        """Lets the texts that have been read write some tokens."""
+        if self._coming is None:
+            self._dispatch()
+        if self._coming is None:
+            return
+        texts = self._receive()
+        if self._may_go_ahead():
+            self._dispatch()  # the devices write while the host makes text of these tokens
+        for text in texts:
+            if not text.is_lazy:
+                text.take()
+        self._release_ended()
 
     def close(self) -> None:
         """Frees the memory on the devices, and forgets all texts."""
-        self.waiting, self.running = [], []
+        for text in self.running:
+            self._end_recording(text)
+        self.waiting, self.running, self._coming = [], [], None
         if hasattr(self, "memory"):
             del self.memory
 
@@ -140,7 +181,6 @@ class Scheduler:
             if text.is_cancelled:
                 text.end()
         self.waiting = [text for text in self.waiting if text.stage is not Stage.ENDED]
-        self._release_ended()
 
     # --- slots and pages
 
@@ -149,6 +189,8 @@ class Scheduler:
         later = []
         for place, text in enumerate(self.waiting):
             self._prepare(text)
+            if text.after is not None:
+                self._take_over(text, text.after)
             if self._free and self._is_prefix_coming(text):
                 later.append(text)  # it is cheaper to wait for these pages than to read them twice
             elif not self._free or not self._allocate(text):
@@ -173,7 +215,7 @@ class Scheduler:
 
     def _keys(self, text: RunningText, count: int) -> list[bytes]:
         """The keys of the pages of a text's first tokens; none if pages are not shared."""
-        if not self._shares or self._observer.is_observed:
+        if not self._shares or text.is_lazy or self._observer.is_observed:
             return []
         return self.pages.keys(text.tokens[:count], text.salt + str(text.text_length).encode())
 
@@ -190,15 +232,61 @@ class Scheduler:
     def _allocate(self, text: RunningText) -> bool:
         """Gives a text its pages, and those that it shares; False if there are too few."""
         assert text.keys is not None
-        shared = self.pages.share(text.keys)
+        if not text.pages:
+            text.pages = self.pages.share(text.keys)
+            text.stored = len(text.pages) * PAGE_SIZE
         size = text.limit if self._is_exact else len(text.tokens)
-        more = self.pages.allocate(self.pages.needed(size) - len(shared))
-        if more is None:
-            self.pages.release(shared)
+        if not self._add_pages(text, size):
+            self.pages.release(text.pages)
+            text.pages, text.stored = [], 0
             return False
-        text.pages, text.stored = [*shared, *more], len(shared) * PAGE_SIZE
         self.pages.hits += text.stored
         return True
+
+    def _take_over(self, text: RunningText, before: RunningText) -> None:
+        """Gives a text the slot of another one, and the pages of the tokens with which both begin."""
+        text.after = None
+        if self._coming is not None:
+            self._receive()
+        if before.slot is None:
+            return
+        read, least = before.tokens[: before.stored], len(text.tokens) - 1
+        pairs = zip(read, text.tokens[:least], strict=False)
+        count = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), least))
+        if text.text_length[1] != before.text_length[1] or (
+            self._is_recurrent and count < len(read)
+        ):
+            count = 0
+        kept = self.pages.needed(count)
+        self.pages.release(before.pages[kept:])
+        self._free.append(before.slot)  # which the text gets now
+        text.pages, text.stored = before.pages[:kept], count
+        before.slot, before.pages = None, []
+
+    def _add_pages(self, text: RunningText, tokens: int) -> bool:
+        """Gives a text pages for so many tokens; False if there are too few."""
+        wanted = max(self.pages.needed(tokens) - len(text.pages), 0)
+        if (more := self.pages.allocate(wanted)) is None:
+            if wanted > self._free_pages:
+                return False
+            self._grow(wanted - self.pages.free)
+            more = self.pages.allocate(wanted)
+            assert more is not None
+        text.pages += more
+        return True
+
+    @property
+    def _free_pages(self) -> int:
+        """The number of pages that texts can get, now or when the pool has grown."""
+        return self.pages.free + self._most_pages - self.pages.count
+
+    def _grow(self, more: int) -> None:
+        """Makes the pool larger by at least so many pages."""
+        count = min(bucket(self.pages.count + more), self._most_pages)
+        new = self.model.page_pool(count, PAGE_SIZE, self.slots, self._cache_dtype)
+        pool = moved(new, self.memory.pool, shardings=self._shardings)
+        self.memory = self.memory._replace(pool=pool)
+        self.pages.grow(count)
 
     def _start_words(self, text: RunningText) -> None:
         assert text.slot is not None
@@ -240,8 +328,14 @@ class Scheduler:
 
     def _release_ended(self) -> None:
         for text in [one for one in self.running if one.stage is Stage.ENDED]:
-            self._release(text)
-            self._observer.end(text.number, text.prompt_length + len(text.partial.tokens) - 1)
+            if text.is_lazy and text.error is None:
+                self.running.remove(text)
+            else:
+                self._release(text)
+                self._end_recording(text)
+
+    def _end_recording(self, text: RunningText) -> None:
+        self._observer.end(text.number, text.prompt_length + len(text.partial.tokens) - 1)
 
     def _preempt(self, text: RunningText) -> None:
         """Puts a running text back into the queue."""
@@ -324,9 +418,9 @@ class Scheduler:
 
     def _take_first(self, texts: Sequence[RunningText], sampled: Any) -> None:
         """Gives those texts their first token that have been read to their end."""
-        if all(text.unread for text in texts):
+        if all(text.unread for text in texts) and not self.together.is_shared:
             return
-        found = jax.device_get(sampled)
+        found = self.together.fetch(sampled)
         one = np.ones(found.tokens.shape, np.int32)
         first = DispatchTokens(
             found.tokens[:, None],
@@ -338,33 +432,72 @@ class Scheduler:
         for row, text in enumerate(texts):
             if not text.unread:
                 text.stage = Stage.WRITING
-                text.take(first, row)
+                text.receive(first, row)
                 self.written += 1
+                if not text.is_lazy:
+                    text.take()
 
     # --- writing
 
-    def _write(self) -> None:
-        """Lets the texts that have been read write some tokens."""
-        began, steps = time.perf_counter(), self._steps_now()
+    def _writing(self) -> list[RunningText]:
+        return [text for text in self.running if text.stage is Stage.WRITING and not text.is_whole]
+
+    def _may_go_ahead(self) -> bool:
+        """Whether the next steps do not depend on the text of the last tokens, nor on what waits."""
+        if self.waiting or any(text.stage is Stage.READING for text in self.running):
+            return False
+        texts = self._writing()
+        if any(text.matcher is not None for text in texts):
+            return False
+        if self._ropes and any(text.stored >= text.text_length[1] for text in texts):
+            return False
+        wanted = (self._wanted(text, MAX_STEPS) - len(text.pages) for text in texts)
+        return sum(wanted) <= self._free_pages
+
+    def _dispatch(self) -> None:
+        """Begins the next steps of the texts that write, as many as the first process decides."""
+        if not self._writing():
+            return
+        decided = self.together.decide({"steps": self._steps_now()})
+        if "steps" not in decided:
+            raise EndedByOthers(decided)
+        self.dispatch(decided["steps"])
+
+    @isolated()
+    def dispatch(self, steps: int) -> None:
+        """Begins so many steps of the texts that write."""
         texts = self._with_room(steps)
         if not texts:
             return
         if self._ropes:
             steps = min(steps, *(text.text_length[1] - text.stored for text in texts))
-        found = self._decode(texts, steps)
+        began = time.perf_counter()
+        self._coming = _Dispatch(texts, self._decode(texts, steps), steps, began)
+
+    @isolated()
+    def receive(self) -> None:
+        """Waits for the steps that have begun, if there are any."""
+        if self._coming is not None:
+            self._receive()
+
+    def _receive(self) -> list[RunningText]:
+        """Waits for the steps that have begun, and gives the texts their tokens; returns the texts."""
+        assert self._coming is not None
+        (texts, written, steps, began), self._coming = self._coming, None
+        found = self.together.fetch(written)
         for row, text in enumerate(texts):
             text.stored += int(found.counts[row])
             text.recorded = max(text.recorded, text.stored)
-            text.take(found, row)
+            text.receive(found, row)
         self.steps += int(found.counts.max())
         self.busy_rows += int(found.counts.sum())
         self.written += int(found.counts.sum())
-        self._release_ended()
         seconds = time.perf_counter() - began
-        if seconds < _DISPATCH_S / 2 and steps == self._most_steps:
+        if seconds < self._dispatch_s / 2 and steps == self._most_steps:
             self._most_steps = min(2 * steps, MAX_STEPS)
-        elif seconds > 2 * _DISPATCH_S:
+        elif seconds > 2 * self._dispatch_s:
             self._most_steps = max(self._most_steps // 2, 1)
+        return texts
 
     def _steps_now(self) -> int:
         """The number of tokens that each text may write before the next look at the queue."""
@@ -377,7 +510,7 @@ class Scheduler:
         return 1 if 2 * reading > len(self.running) else min(self._most_steps, _STEPS_BETWEEN)
 
     def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
-        """Runs so many decode steps; fewer if texts end for which others wait."""
+        """Begins so many decode steps; fewer if texts end for which others wait."""
         # A step with a few idle rows is cheaper than a call for each prompt.
         least = len(texts) - max(1, self.slots // 32) if self.waiting else 0
         rows = next(n for n in self._row_counts() if n >= len(texts))
@@ -392,7 +525,7 @@ class Scheduler:
             width=None,
             counts=lambda one: one.counts,
         )
-        return jax.device_get(written._replace(sampled=self._reported(written.sampled, texts)))
+        return written._replace(sampled=self._reported(written.sampled, texts))
 
     def _reported(self, sampled: Sampled, texts: Sequence[RunningText]) -> Sampled:
         """The samples without log-probabilities, which are many numbers, if no text reports them."""
@@ -400,23 +533,22 @@ class Scheduler:
             return sampled
         return Sampled(sampled.tokens, sampled.valid)
 
+    def _wanted(self, text: RunningText, steps: int) -> int:
+        """The number of pages of a text after so many steps."""
+        return self.pages.needed(min(text.stored + steps, text.limit - 1))
+
     def _with_room(self, steps: int) -> list[RunningText]:
         """The texts that write, with pages for so many more tokens; others may have lost theirs."""
-        for text in list(self.running):
-            if self._ropes and text.stage is Stage.WRITING and text.stored >= text.text_length[1]:
+        for text in self._writing():
+            if self._ropes and text.stored >= text.text_length[1]:
                 self._preempt(text)  # it has outgrown its RoPE, and is read again with another one
-        for text in list(self.running):
-            if text.stage is not Stage.WRITING:
-                continue
-            wanted = self.pages.needed(min(text.stored + steps, text.limit - 1)) - len(text.pages)
-            while wanted > 0 and text.stage is Stage.WRITING:
-                more = self.pages.allocate(wanted)
-                if more is not None:
-                    text.pages += more
+        for text in self._writing():
+            while text.stage is Stage.WRITING:
+                if self._add_pages(text, min(text.stored + steps, text.limit - 1)):
                     break
                 # The least urgent, and of those the one that started last.
                 self._preempt(max(reversed(self.running), key=lambda one: one.priority))
-        return [text for text in self.running if text.stage is Stage.WRITING]
+        return self._writing()
 
     # --- programs
 
@@ -424,37 +556,12 @@ class Scheduler:
         self, texts: Sequence[RunningText], rows: int, finishes: Sequence[bool] = ()
     ) -> TextRows:
         """The arrays of these texts, with padding up to ``rows``."""
-        texts = list(texts)
         longest = max((len(text.pages) for text in texts), default=1)
         width = next(n for n in self._widths() if n >= longest)
-        table = np.full((rows, width), -1, np.int32)
-        for row, text in enumerate(texts):
-            table[row, : len(text.pages)] = text.pages
-        of = lambda get, rest: row_of(texts, rows, get, rest)
-        zero = np.int32(0)
-        settings = self._settings(texts, rows)
-        done = [*finishes, *[False] * (rows - len(finishes))]
-        allowed = None
-        if any(text.matcher is not None for text in texts):
-            every = np.full(mask_words(self._vocab_size), 2**32 - 1, np.uint32)
-            allowed = of(
-                lambda text: every if text.matcher is None else text.matcher.allowed(), every
-            )
-        return TextRows(
-            of(lambda text: text.slot, np.int32(self.slots)), table, of(lambda text: text.stored, zero),
-            of(lambda text: text.limit, zero), of(lambda text: text.written, zero), np.asarray(done),
-            of(lambda text: text.text_length[0], zero) if self._ropes else None, settings, allowed,
+        return TextRows.of(
+            texts, rows, width, self.slots, vocab_size=self._vocab_size, finishes=finishes,
+            has_lengths=bool(self._ropes),
         )  # fmt: skip
-
-    def _settings(self, texts: Sequence[RunningText], rows: int) -> RowSettings:
-        """The settings of these texts, with padding up to ``rows``."""
-        width = bucket(max((len(text.settings.ends) for text in texts), default=0), _LEAST_ENDS)
-        none = np.full(width, -1, np.int32)
-        padded = lambda ends: np.concatenate([ends, none[len(ends) :]])
-        each = [text.settings._replace(ends=padded(text.settings.ends)) for text in texts]
-        blank = RowSettings.of(GREEDY, np.zeros(2, np.uint32), 0, none, self._vocab_size)
-        each += [blank] * (rows - len(texts))
-        return RowSettings(*map(np.stack, zip(*each, strict=True)))
 
     def _widths(self, longest: int | None = None) -> Iterator[int]:
         """The sizes of tables of pages: few, so that few programs are compiled; up to that of ``longest`` tokens."""
@@ -518,7 +625,7 @@ class Scheduler:
         numbers += [0] * (len(arrays.slots) - len(numbers))
         with compiling(program.__name__, self.shows):
             self.memory, result = self._observer.run(
-                self._lockstep, program, self.memory, arrays, *args, rows=numbers,
+                self.together, program, self.memory, arrays, *args, rows=numbers,
                 counts=lambda found: counts(found[1]), width=width, keeps=keeps, how=self._how,
                 shardings=self._shardings,
             )  # fmt: skip

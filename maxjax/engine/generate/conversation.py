@@ -23,12 +23,15 @@ from ...rendering.transcript import transcript
 from ...storage.save.durable import replace_file, writable_path
 from ...text.chat import answer_message
 from ...text.tokenizer.arguments import check_unicode
+from ..batching.running import RunningText
+from ..batching.scheduler import Scheduler
 from ..isolation import isolated
 from ..sampling.settings import Sampling
 from .batch import Batch
+from .batches import BatchStream
 from .completion import Completion, PartialCompletion
 from .request import Prompt, Request
-from .texts import Stream
+from .stream import STREAM_S, Stream, scheduler_for
 
 _OPENING = ("system", "developer")
 
@@ -93,6 +96,9 @@ class Conversation(Rendered):
         self._key = jax.random.key(0) if key is None else key
         self._chunk, self._cache_dtype = chunk, cache_dtype
         self._turns = 0
+        # The cache of the turns before, and the last text in it.
+        self._scheduler: Scheduler | None = None
+        self._last: RunningText | None = None
         self._batch: Batch | None = None
         self._lock = threading.RLock()
         self._current_stream: Callable[[], Stream | None] = lambda: None
@@ -140,22 +146,55 @@ class Conversation(Rendered):
                 together, [prompt.ids], key, chunk=self._chunk, cache_dtype=self._cache_dtype
             )
             self._turns += 1
-            batch = self._batch_for(prompt.ids, key, together)
+            if not self._request.model.shares_pages():
+                return self._over_batch(message, prompt, key, together)
+            scheduler, self._scheduler = self._scheduler, None
+            before, self._last = self._last, None
+            if scheduler is None:
+                scheduler, before = self._new_scheduler(prompt, together), None
+            scheduler.together = together
 
-            def ended(partial: PartialCompletion, clean: bool) -> None:
-                if partial.tokens:
-                    self.completion = partial.completion()
-                    answer = answer_message(
-                        self.completion, self._request.tokenizer, **self._request.template_kwargs
-                    )
-                    self.messages += [*message, answer]
+            def ended(text: RunningText, clean: bool) -> None:
+                self._take(message, text.partial)
                 if clean:
-                    batch.record(partial.tokens)
-                    self._batch = batch
+                    self._scheduler = scheduler
+                    self._last = before if text.slot is None else text  # None: nothing was read
                 else:  # interrupted within a step: the content of the cache is not known
-                    batch.close()
+                    scheduler.close()
 
-            stream = Stream(self._request, batch, prompt, ended)
+            stream = Stream(scheduler, self._request, prompt, key, ended, before)
+        self._current_stream = weakref.ref(stream)
+        return stream
+
+    def _new_scheduler(self, prompt: Prompt, together: Lockstep) -> Scheduler:
+        return scheduler_for(
+            self._request, [prompt], 1, chunk=self._chunk, cache_dtype=self._cache_dtype, together=together,
+            longest=self._request.longest, dispatch_s=STREAM_S,
+        )  # fmt: skip
+
+    def _take(self, message: list[dict[str, Any]], partial: PartialCompletion) -> None:
+        """Adds a message and its answer to the chat, unless no token was generated."""
+        if partial.tokens:
+            self.completion = partial.completion()
+            answer = answer_message(
+                self.completion, self._request.tokenizer, **self._request.template_kwargs
+            )
+            self.messages += [*message, answer]
+
+    def _over_batch(
+        self, message: list[dict[str, Any]], prompt: Prompt, key: Any, together: Lockstep
+    ) -> Stream:
+        batch = self._batch_for(prompt.ids, key, together)
+
+        def ended(partial: PartialCompletion, clean: bool) -> None:
+            self._take(message, partial)
+            if clean:
+                batch.record(partial.tokens)
+                self._batch = batch
+            else:
+                batch.close()
+
+        stream = BatchStream(self._request, batch, prompt, ended)
         self._current_stream = weakref.ref(stream)
         return stream
 
@@ -216,6 +255,7 @@ class Conversation(Rendered):
         """Starts the chat again with the messages that it was made with."""
         self._interrupt()
         self.messages, self._batch, self._left_out = list(self._opening), None, None
+        self._scheduler = self._last = None
         self.completion = None
 
     def save(self, path: str | os.PathLike[str]) -> None:

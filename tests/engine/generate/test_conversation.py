@@ -7,8 +7,9 @@ import threading
 import pytest
 
 import maxjax
-from maxjax.engine.generate.batch import Batch
+from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.errors import UserInputError
+from maxjax.lockstep import Lockstep
 from tests.models import decoders
 from tests.models.decoders import one_character_each, ours
 
@@ -37,15 +38,18 @@ def model(models):
 
 @pytest.fixture
 def read(monkeypatch):
-    """How many tokens each call of prefill reads."""
-    counts = []
-    prefill = Batch.prefill
+    """How many tokens of each text are read, in the order in which texts begin."""
+    texts, counts = [], []
+    mark = Scheduler._mark_read
 
-    def counted(self):
-        counts.append(len(self._prompts[0]) - self._read)
-        return prefill(self)
+    def counted(self, text, count):
+        if text not in texts:
+            texts.append(text)
+            counts.append(0)
+        counts[-1] += count
+        return mark(self, text, count)
 
-    monkeypatch.setattr(Batch, "prefill", counted)
+    monkeypatch.setattr(Scheduler, "_mark_read", counted)
     return counts
 
 
@@ -100,17 +104,19 @@ def test_turns(models, read, kind, values):
     model = models(kind)
     tokenizer = characters()
     sampler = {"max_new_tokens": 12, "stop": "|", "chunk": 16, **values}
-    chat = maxjax.Conversation(model, tokenizer, **sampler)
+    chat, known = maxjax.Conversation(model, tokenizer, **sampler), []
     for turn, text in enumerate(["Hello", "What?", "And_then?"]):
         messages = [*chat.messages, {"role": "user", "content": text}]
         found = "".join(chat.say(text))
         assert chat.messages == [*messages, {"role": "assistant", "content": found}]
-        prompt = maxjax.apply_chat_template(tokenizer, messages)
+        prompt = tokenizer.encode(maxjax.apply_chat_template(tokenizer, messages), special=False)
         if not values:  # each turn has a key of its own
             assert maxjax.generate(model, tokenizer, messages, **sampler) == found
             del read[-1]
-        if turn:  # only what is new: the end of the answer, and what was said
-            assert read[-1] < len(prompt) / 2, (read, len(prompt))
+        # A turn reads what is new: the last token of the answer before it, and what was said.
+        same = next((i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), len(known))
+        assert read[turn] in (len(prompt) - same, len(prompt) - same + 1)
+        known = [*prompt, *chat.completion.tokens]
 
 
 @KINDS
@@ -131,7 +137,7 @@ def test_ctrl_c_in_a_dispatch(model, monkeypatch):
     pieces = chat.say("Hello")
     next(pieces)
     with monkeypatch.context() as patch:
-        patch.setattr(Batch, "fetch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Lockstep, "fetch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(pieces)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine.generate import batch as decoding
+from maxjax.engine.generate import stream as streaming
 from maxjax.engine.generate.defaults import GenerationDefaults, chosen_sampling
 from maxjax.errors import UserInputError
+from maxjax.nn.kv_cache.pages import PagePool
 from maxjax.text.tokenizer.tokenizer import Tokenizer
 from tests.cli.models import write_model
 
@@ -265,13 +266,21 @@ def no_collector():
 @pytest.mark.sampled
 @pytest.mark.parametrize("read", [0, 1])
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, closed):
+def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, monkeypatch, read, closed):
+    refs, make = [], PagePool.of
+
+    def noted(*args, **options):
+        pool = make(*args, **options)
+        refs.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(pool))
+        return pool
+
+    monkeypatch.setattr(PagePool, "of", noted)
     pieces = maxjax.stream(*loaded, "hello", max_new_tokens=20, eos_ids=())
     for _ in range(read):
         next(pieces)
-    batch = pieces._pieces.gi_frame.f_locals["batch"]
-    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(batch.state.cache)]
-    del batch
+    scheduler = pieces._pieces.gi_frame.f_locals["scheduler"]
+    refs += [weakref.ref(leaf) for leaf in jax.tree.leaves(scheduler.memory)]
+    del scheduler
     if closed:
         pieces.close()
     else:
@@ -280,7 +289,7 @@ def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, read, close
 
 
 def test_a_cache_that_grows_is_compiled_once(loaded, monkeypatch, caplog):
-    monkeypatch.setattr(decoding, "_FIRST_NEW_TOKENS", 16)
+    monkeypatch.setattr(streaming, "_FIRST_NEW_TOKENS", 16)
     options = {"max_new_tokens": 90, "eos_ids": ()}
     first = generate(loaded, "hello", **options)
     with jax.log_compiles():

@@ -13,14 +13,14 @@ from tokenizers import processors
 
 import maxjax
 from maxjax.engine.batching import programs as batching
-from maxjax.engine.generate import batch as decoding
-from maxjax.engine.generate import programs as decode_programs
-from maxjax.engine.generate.batch import Batch
+from maxjax.engine.batching.scheduler import Scheduler
+from maxjax.engine.generate import stream as streaming
 from maxjax.engine.generate.completion import Completion
 from maxjax.engine.generate.defaults import GenerationDefaults, read_defaults
 from maxjax.engine.sampling.draw import sample
 from maxjax.engine.sampling.settings import Sampling
 from maxjax.errors import UserInputError
+from maxjax.lockstep import Lockstep
 from maxjax.text.tokenizer.tokenizer import Tokenizer
 from tests.models import decoders
 from tests.models.decoders import ids_of, one_character_each, ours
@@ -176,10 +176,24 @@ def test_a_stream_gives_the_same(model, expected):
 
 
 def test_a_cache_that_grows(model, expected, monkeypatch):
-    monkeypatch.setattr(decoding, "_FIRST_NEW_TOKENS", 1)
-    monkeypatch.setattr(decoding, "_MIN_CAPACITY", 4)
+    monkeypatch.setattr(streaming, "_FIRST_NEW_TOKENS", 1)
+    grown = []
+    monkeypatch.setattr(Scheduler, "_grow", counted(Scheduler._grow, grown))
     found = maxjax.generate(model, None, PROMPTS, max_new_tokens=64)
     assert [text.tokens for text in found] == expected
+    pieces = maxjax.stream(model, None, PROMPTS[2], max_new_tokens=64)
+    assert list(pieces) == [] and pieces.completion.tokens == expected[2]
+    assert len(grown) == 2
+
+
+def counted(method, calls):
+    """The method, which adds to ``calls`` when it is called."""
+
+    def run(*args, **options):
+        calls.append(args)
+        return method(*args, **options)
+
+    return run
 
 
 def test_a_cache_of_int8(model, expected):
@@ -402,13 +416,32 @@ def test_a_text_that_begins_with_two_of_them(model):
 # --- how it runs -------------------------------------------------------------------------------
 
 
-def test_cache_is_used_in_place(model):
-    texts = Batch(model, [PROMPTS[0]], [60])
-    texts.prefill()
-    before = texts.state.cache.keys.unsafe_buffer_pointer()
-    for _ in range(3):
-        texts.fetch(texts.decode(3))
-    assert texts.state.cache.keys.unsafe_buffer_pointer() == before
+def test_cache_is_used_in_place(model, monkeypatch):
+    places = set()
+    fetch = Lockstep.fetch
+
+    def noted(self, tree):
+        pool = schedulers[0].memory.pool
+        places.update(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pool))
+        return fetch(self, tree)
+
+    schedulers = made(monkeypatch)
+    monkeypatch.setattr(Lockstep, "fetch", noted)
+    maxjax.generate(model, None, PROMPTS[0], max_new_tokens=60)
+    assert len(places) == 2  # keys and values
+
+
+def made(monkeypatch):
+    """The schedulers that are made from now on."""
+    found = []
+    begin = Scheduler.__init__
+
+    def noted(self, *args, **options):
+        begin(self, *args, **options)
+        found.append(self)
+
+    monkeypatch.setattr(Scheduler, "__init__", noted)
+    return found
 
 
 class Interrupting:
@@ -429,13 +462,14 @@ class Interrupting:
 def test_interrupted(model, expected, monkeypatch, streamed):
     """The cache is let go, and all goes on."""
     held = []
-    fetch = Batch.fetch
+    schedulers = made(monkeypatch)
+    fetch = Lockstep.fetch
 
-    def interrupted(self, written):
-        held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(self.state.cache))
+    def interrupted(self, tree):
+        held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(schedulers[0].memory))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Batch, "fetch", interrupted)
+    monkeypatch.setattr(Lockstep, "fetch", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         if streamed:
             list(maxjax.stream(model, None, PROMPTS[0], max_new_tokens=64))
@@ -444,16 +478,15 @@ def test_interrupted(model, expected, monkeypatch, streamed):
     assert caught.value.__traceback__ is not None  # which holds the frames
     gc.collect()
     assert held and not any(ref() is not None for ref in held)
-    monkeypatch.setattr(Batch, "fetch", fetch)
+    monkeypatch.setattr(Lockstep, "fetch", fetch)
     assert maxjax.generate(model, None, PROMPTS[0], max_new_tokens=64).tokens == expected[0]
 
 
-def test_a_stream_that_is_left(model):
+def test_a_stream_that_is_left(model, monkeypatch):
+    schedulers = made(monkeypatch)
     pieces = maxjax.stream(model, characters(), PROMPTS[0], max_new_tokens=64)
     first = [next(pieces) for _ in range(20)]  # several come of a dispatch by then
-    batch = pieces._pieces.gi_frame.f_locals["batch"]
-    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(batch.state.cache)]
-    del batch
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(schedulers[0].memory)]
     pieces.close()
     gc.collect()
     assert not any(ref() is not None for ref in refs)
@@ -533,52 +566,46 @@ def test_not_a_number(directory, theirs):
 @pytest.fixture
 def no_programs():
     """JAX keeps a limited number of programs: those of earlier tests could leave while a test counts."""
-    for program in (
-        decode_programs.prefill,
-        decode_programs.decode,
-        batching.read_tokens,
-        batching.decode,
-    ):
+    for program in PROGRAMS:
         program.clear_cache()
+
+
+PROGRAMS = (batching.read, batching.read_tokens, batching.decode)
 
 
 @pytest.mark.usefixtures("no_programs")
 def test_how_much_is_compiled(theirs, directory):
     """One program for each bucket of prompts, and one that decodes, however it is called."""
     model = ours(directory)
-    before = decode_programs.prefill._cache_size(), decode_programs.decode._cache_size()
 
     def compiled():
-        now = decode_programs.prefill._cache_size(), decode_programs.decode._cache_size()
-        return now[0] - before[0], now[1] - before[1]
+        return [program._cache_size() for program in PROGRAMS]
 
-    values = {"max_new_tokens": 20, "logprobs": 7, "chunk": 32}  # as no other test has them
+    values = {"max_new_tokens": 20, "logprobs": 7, "chunk": 32}
     for length in (3, 9, 16, 12):
         maxjax.generate(model, None, ids_of(1, length)[0], **values)
         list(maxjax.stream(model, None, ids_of(1, length)[0], **values))
-    assert compiled() == (1, 1)
+    assert compiled() == [0, 1, 1]
     maxjax.generate(model, None, ids_of(1, 20)[0], **values)
-    assert compiled() == (2, 1)
+    assert compiled() == [0, 2, 1]
     maxjax.generate(model, None, ids_of(1, 43)[0], **values)  # 32 and 11: both are there
-    assert compiled() == (2, 1)
-    before = batching.read_tokens._cache_size(), batching.decode._cache_size()
+    assert compiled() == [0, 2, 1]
     for length in (9, 11, 14):
         maxjax.generate(model, None, ids_of(2, length), **values)
-    now = batching.read_tokens._cache_size(), batching.decode._cache_size()
-    assert (now[0] - before[0], now[1] - before[1]) == (1, 1)
+    assert compiled() == [0, 3, 2]
 
 
 @pytest.mark.usefixtures("no_programs")
 def test_another_temperature_is_no_other_program(theirs, directory):
-    """Numbers of a Sampling are arguments; which of them are used is part of the program."""
+    """The settings are arguments of the program."""
     model = ours(directory)
     prompt = ids_of(1, 9)[0]
     values = {"max_new_tokens": 20, "logprobs": 6, "key": jax.random.key(1)}
 
     def write(**more):
-        before = decode_programs.decode._cache_size()
+        before = batching.decode._cache_size()
         text = maxjax.generate(model, None, prompt, **values, **more)
-        return text.tokens, decode_programs.decode._cache_size() - before
+        return text.tokens, batching.decode._cache_size() - before
 
     hot = {"temperature": 1.5, "top_p": 0.99, "min_p": 0.001, "presence_penalty": 0.2}
     cold = {"temperature": 0.01, "top_p": 0.3, "min_p": 0.5, "presence_penalty": -0.1}
@@ -587,7 +614,7 @@ def test_another_temperature_is_no_other_program(theirs, directory):
     second, compiled = write(**cold)
     assert compiled == 0 and second != first
     assert write(**hot) == (first, 0)
-    assert write(temperature=1.5)[1] == 1
+    assert write(temperature=1.5)[1] == 1  # without penalties, tokens need not be counted
     # As with the numbers in the program.
     logits = np.random.default_rng(3).normal(size=(9, 300)).astype(np.float32)
     settings = Sampling(temperature=1.5, top_p=0.7, min_p=0.02)
