@@ -19,7 +19,7 @@ import numpy as np
 
 import maxjax
 from maxjax import checkpoint
-from maxjax.engine.generate.batch import Batch
+from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.errors import PeerLostError
 from maxjax.graph.weights.gathering import Gathering
 from maxjax.lockstep import Lockstep
@@ -208,14 +208,14 @@ def die_generating(tell: Tell) -> None:
     model, tokenizer = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
     call = lambda: maxjax.generate(model, tokenizer, PROMPTS, max_new_tokens=60, eos_ids=())
     call()
-    _dying(tell, Batch, "_run", 3, call)
+    _dying(tell, Scheduler, "_run", 3, call)
 
 
 def die_streaming(tell: Tell) -> None:
     """The last process dies while the others wait for it to reach the next dispatch."""
     model, tokenizer = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
     call = lambda: list(maxjax.stream(model, tokenizer, PROMPTS[2], eos_ids=()))
-    _dying(tell, Batch, "fetch", 3, call)
+    _dying(tell, Scheduler, "_receive", 3, call)
 
 
 def die_loading(tell: Tell) -> None:
