@@ -74,7 +74,9 @@ def test_event_loop_that_is_gone(engine):
 def test_threads_are_not_kept_waiting(tiny):
     """Whoever waits learns that the engine is closed, by whichever way they wait."""
     engine, errors = maxjax.Engine(*tiny, slots=1), []
-    answers = [engine.submit(SUM, max_new_tokens=200, eos_ids=()) for _ in range(3)]  # the first may end
+    answers = [
+        engine.submit(SUM, max_new_tokens=200, eos_ids=()) for _ in range(3)
+    ]  # the first may end
 
     def all_of(waits):
         try:

@@ -114,7 +114,9 @@ def test_turns(models, read, kind, values):
             assert maxjax.generate(model, tokenizer, messages, **sampler) == found
             del read[-1]
         # A turn reads what is new: the last token of the answer before it, and what was said.
-        same = next((i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), len(known))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), len(known)
+        )
         assert read[turn] in (len(prompt) - same, len(prompt) - same + 1)
         known = [*prompt, *chat.completion.tokens]
 
