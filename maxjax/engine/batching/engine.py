@@ -27,6 +27,7 @@ from .grammar import matcher_of
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
 from .scheduler import PAGE_SIZE, Scheduler
+from .speculation import check_speculation
 
 # Tokens of each slot for which a cache without a given size has room.
 _TOKENS = 2048
@@ -41,6 +42,7 @@ class EngineStats(NamedTuple):
         read_tokens, found_tokens: number of prompt tokens that were read, and that were found in the cache instead.
         written_tokens, steps: number of tokens of answers, and of decode steps.
         busy: mean share of the slots that wrote a token in a step.
+        guessed_tokens, right_tokens: number of tokens that were guessed, and of those that the model agreed with.
     """
 
     waiting: int
@@ -52,6 +54,8 @@ class EngineStats(NamedTuple):
     written_tokens: int
     steps: int
     busy: float
+    guessed_tokens: int = 0
+    right_tokens: int = 0
 
 
 class Engine:
@@ -75,9 +79,15 @@ class Engine:
         logits_processor: a pure function in ``jnp``, which each program calls before a token is chosen. It takes logits
             ``[B, V]`` in float32, the last token of each text and the position of the next one, int32 ``[B]`` each,
             and returns other logits.
+        speculation: ``"lookup"`` guesses tokens from the text itself, and the model checks several of them in one step
+            (prompt lookup, "ngram"). Answers stay the same, also where tokens are drawn; those that repeat what they
+            are about, as summaries do, come faster. It is used only while it pays: times and rates are measured
+            (``stats()``). Prompts with penalties, ``banned``, ``logit_bias`` or a grammar are written without guesses.
+            With ``exact`` it is always used, so that bits do not depend on times. None: no guesses.
 
     Raises:
-        UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid.
+        UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid;
+            ``speculation`` is given for a model with recurrent layers, whose state cannot be taken back.
         OutOfMemoryError: a device has no room for the cache.
 
     Example:
@@ -91,7 +101,7 @@ class Engine:
     def __init__(
         self, model: Any, tokenizer: Any = None, *, slots: int = 32, cache_bytes: int | str | None = None,
         chunk: int = 512, cache_dtype: Any = None, exact: bool = False,
-        logits_processor: LogitsProcessor | None = None,
+        logits_processor: LogitsProcessor | None = None, speculation: str | None = None,
     ):  # fmt: skip
         check_model(model)
         if Lockstep("Engine", shardings_of(model)).is_shared:
@@ -106,6 +116,7 @@ class Engine:
                 f"chunk is {chunk}: with exact={exact} it must be at least {least}"
             )
         _check_processor(logits_processor, model.config.vocab_size)
+        check_speculation(model, speculation)
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
         pages = page_count(model, self.slots, cache_bytes, dtype)
         scheduler = Scheduler(
@@ -116,6 +127,7 @@ class Engine:
             cache_dtype=dtype,
             exact=exact,
             logits_processor=logits_processor,
+            guesses=speculation is not None,
         )
         scheduler.shows = False
         self._longest = model.max_length
@@ -217,10 +229,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine has done and is doing."""
         of = self._worker.scheduler
-        rows = max(of.steps * of.slots, 1)
+        rows, guessed = max(of.steps * of.slots, 1), of.speculation
         return EngineStats(
             len(of.waiting) + len(self._worker.coming), len(of.running), of.pages.count, of.pages.free,
             of.read_count, of.pages.hits, of.written, of.steps, of.busy_rows / rows,
+            *((guessed.made, guessed.right) if guessed else (0, 0)),
         )  # fmt: skip
 
     def close(self) -> None:

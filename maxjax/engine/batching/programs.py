@@ -198,9 +198,9 @@ def _read(
     how: Choosing, shardings: Shardings,
 ) -> tuple[EngineMemory, Sampled]:  # fmt: skip
     """The memory after texts were read, and the sampled tokens after them."""
-    sampled = _sampled(logits, texts, last, texts.lengths, texts.written, words, how, shardings)
-    words = _added(words, texts, sampled.tokens, texts.finishes)
-    return _placed(EngineMemory(pool, words), shardings), sampled
+    found = sampled(logits, texts, last, texts.lengths, texts.written, words, how, shardings)
+    words = added(words, texts, found.tokens, texts.finishes)
+    return placed(EngineMemory(pool, words), shardings), found
 
 
 class _Decoding(NamedTuple):
@@ -243,7 +243,7 @@ def decode(
 
     def choose(logits: jax.Array, state: _Decoding) -> Sampled:
         written = texts.written + state.counts
-        return _sampled(
+        return sampled(
             logits, texts, state.last, state.lengths, written, state.memory.words, how, shardings
         )
 
@@ -259,10 +259,10 @@ def decode(
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
         keep = lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, i, 0)
         ended = jnp.any(tokens[:, None] == texts.settings.ends, axis=1)
-        words = _added(state.memory.words, texts, tokens, active)
+        words = added(state.memory.words, texts, tokens, active)
         return _Decoding(
             i + 1,
-            _placed(EngineMemory(cache.pool, words), shardings),
+            placed(EngineMemory(cache.pool, words), shardings),
             tokens,
             state.lengths,
             active & ~ended & found.valid & (state.lengths + 1 < texts.limits),
@@ -286,7 +286,7 @@ def decode(
         start = start._replace(recorded=jax.tree.map(partial(zeros, MAX_STEPS), taps))
     end = jax.lax.while_loop(more, step, start)
     # XLA gives the results of a loop other shardings than its body says.
-    memory = _placed(end.memory, shardings)
+    memory = placed(end.memory, shardings)
     written = DispatchTokens(end.samples.tokens, end.counts, ~end.active, end.bad, end.samples)
     return (memory, jax.tree.map(lambda a: replicated(a, shardings), written)), end.recorded
 
@@ -304,7 +304,7 @@ def start_words(words: Words, slot: jax.Array, new: Words) -> Words:
     return jax.tree.map(lambda all_, one: all_.at[slot].set(one, mode="drop"), words, new)
 
 
-def _sampled(
+def sampled(
     logits: jax.Array, texts: TextRows, last: jax.Array, lengths: jax.Array, written: jax.Array,
     words: Words | None, how: Choosing, shardings: Shardings,
 ) -> Sampled:  # fmt: skip
@@ -318,7 +318,7 @@ def _sampled(
     return jax.tree.map(lambda a: replicated(a, shardings), found)
 
 
-def _added(
+def added(
     words: Words | None, texts: TextRows, tokens: jax.Array, is_new: jax.Array
 ) -> Words | None:
     """The words with the new tokens of those texts that use them."""
@@ -329,7 +329,7 @@ def _added(
     return jax.lax.cond(jnp.any(used), add, lambda words: words, words)
 
 
-def _placed(memory: EngineMemory, shardings: Shardings) -> EngineMemory:
+def placed(memory: EngineMemory, shardings: Shardings) -> EngineMemory:
     """The memory with the shardings of its pool, so that the next call needs no other executable."""
     words = jax.tree.map(lambda a: replicated(a, shardings), memory.words)
     return EngineMemory(resharded(memory.pool, shardings), words)

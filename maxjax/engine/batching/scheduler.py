@@ -43,6 +43,7 @@ from .programs import (
     start_words,
 )
 from .running import RunningText, Stage
+from .speculation import Guesses, Speculation, accepted, rows_of, verify
 
 PAGE_SIZE = 64
 _LEAST_TOKENS, _LEAST_PAGES = 16, 8
@@ -57,12 +58,18 @@ class EndedByOthers(Exception):
 
 
 class _Dispatch(NamedTuple):
-    """Steps that the devices are making: of which texts, what they write, how many, and when they have begun."""
+    """Steps that the devices are making: of which texts, what they write, how many, and when they have begun.
+
+    ``guesses`` are what one step with guesses checks; ``written`` is then all that it has chosen. ``is_new`` says
+    whether it was compiled.
+    """
 
     texts: list[RunningText]
-    written: DispatchTokens
+    written: Any
     steps: int
     began: float
+    guesses: Guesses | None
+    is_new: bool
 
 
 class Scheduler:
@@ -82,6 +89,7 @@ class Scheduler:
         together: the call that the scheduler belongs to, if several processes make it together.
         dispatch_s: the duration of a dispatch that is aimed at, in seconds: new prompts wait for it, and a stop string
             is noticed only after it.
+        guesses: whether tokens are guessed from the texts (``speculation.py``).
     """
 
     @isolated()
@@ -89,7 +97,7 @@ class Scheduler:
         self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, chunk: int = 512,
         cache_dtype: Any = None, tops: int = MOST_LOGPROBS, exact: bool = False,
         logits_processor: LogitsProcessor | None = None, together: Lockstep | None = None,
-        dispatch_s: float = 0.1,
+        dispatch_s: float = 0.1, guesses: bool = False,
     ):  # fmt: skip
         self.model, self.slots, self.chunk = model, slots, chunk
         self._vocab_size = model.config.vocab_size
@@ -110,6 +118,10 @@ class Scheduler:
         platform = platform_of(mesh_of(where) or where[0])
         # Elsewhere a token of a ragged call would read a copy of all pages of its text.
         self._is_ragged = platform == "cpu" and not self._is_recurrent and not exact
+        self.speculation = None
+        if guesses:
+            is_ragged = platform == "cpu"
+            self.speculation = Speculation(slots, self._row_counts(), is_ragged, exact)
         self.waiting: list[RunningText] = []
         self.has_cancelled = False  # whether a text has been cancelled since the last step
         self.running: list[RunningText] = []  # in the order in which they got a slot
@@ -458,6 +470,8 @@ class Scheduler:
         """Begins the next steps of the texts that write, as many as the first process decides."""
         if not self._writing():
             return
+        if (guesses := self._guesses()) is not None:
+            return self._dispatch_guesses(guesses)
         decided = self.together.decide({"steps": self._steps_now()})
         if "steps" not in decided:
             raise EndedByOthers(decided)
@@ -471,8 +485,27 @@ class Scheduler:
             return
         if self._ropes:
             steps = min(steps, *(text.text_length[1] - text.stored for text in texts))
-        began = time.perf_counter()
-        self._coming = _Dispatch(texts, self._decode(texts, steps), steps, began)
+        began, compiled = time.perf_counter(), _compiled()
+        written = self._decode(texts, steps)
+        self._coming = _Dispatch(texts, written, steps, began, None, _compiled() > compiled)
+
+    def _guesses(self) -> Guesses | None:
+        """The guesses for the next tokens of the texts that write; None if none are made."""
+        if self.speculation is None or self._observer.is_observed:
+            return None
+        return self.speculation.guesses(self._writing())
+
+    def _dispatch_guesses(self, guesses: Guesses) -> None:
+        """Begins a step that reads the last token of each text and the guesses for those after it."""
+        texts = self._with_room(1 + guesses.most)
+        if not texts:
+            return
+        began, compiled = time.perf_counter(), _compiled()
+        rows = self.slots if guesses.shape[1] == 1 else guesses.shape[0]
+        args = rows_of(texts, guesses)
+        found = self._run(verify, texts, self._texts(texts, rows), *args, width=None)
+        found = self._reported(found, texts)
+        self._coming = _Dispatch(texts, found, 1, began, guesses, _compiled() > compiled)
 
     @isolated()
     def receive(self) -> None:
@@ -483,16 +516,28 @@ class Scheduler:
     def _receive(self) -> list[RunningText]:
         """Waits for the steps that have begun, and gives the texts their tokens; returns the texts."""
         assert self._coming is not None
-        (texts, written, steps, began), self._coming = self._coming, None
+        (texts, written, steps, began, guesses, is_new), self._coming = self._coming, None
+        waits = not any(text.is_lazy for text in texts) or not written.tokens.is_ready()
         found = self.together.fetch(written)
+        done = 1
+        if guesses is None:
+            done = int(found.counts.max())
+        else:
+            found = accepted(texts, guesses, found)
         for row, text in enumerate(texts):
             text.stored += int(found.counts[row])
             text.recorded = max(text.recorded, text.stored)
             text.receive(found, row)
-        self.steps += int(found.counts.max())
-        self.busy_rows += int(found.counts.sum())
+        self.steps += done
+        self.busy_rows += int(np.minimum(found.counts, done).sum())
         self.written += int(found.counts.sum())
         seconds = time.perf_counter() - began
+        if self.speculation is not None:
+            self.speculation.learn(texts, guesses, found.counts)
+            if waits and not is_new:  # otherwise the time is not that of the devices
+                self.speculation.took(texts, guesses, seconds / done)
+        if guesses is not None:
+            return texts
         if seconds < self._dispatch_s / 2 and steps == self._most_steps:
             self._most_steps = min(2 * steps, MAX_STEPS)
         elif seconds > 2 * self._dispatch_s:
@@ -503,11 +548,14 @@ class Scheduler:
         """The number of tokens that each text may write before the next look at the queue."""
         if any(text.matcher is not None for text in self.running if text.stage is Stage.WRITING):
             return 1  # which tokens may come next is known after each token
+        most = self._most_steps
+        if self.speculation is not None:
+            most = self.speculation.steps(most)
         reading = sum(text.stage is Stage.READING for text in self.running)
         if not reading:
-            return self._most_steps
+            return most
         # A step costs about the same for a few texts as for all: it waits for them if they are many.
-        return 1 if 2 * reading > len(self.running) else min(self._most_steps, _STEPS_BETWEEN)
+        return 1 if 2 * reading > len(self.running) else min(most, _STEPS_BETWEEN)
 
     def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
         """Begins so many decode steps; fewer if texts end for which others wait."""
@@ -611,7 +659,12 @@ class Scheduler:
                 run(read_tokens, self.slots, none, none, none - 1, np.zeros(self.slots, np.int32))
             if not self._is_ragged or width * PAGE_SIZE > _RAGGED:
                 run(read, 1, none[None], np.zeros(1, np.int32), width=size)
-        for rows in self._row_counts():
+        shapes = [] if self.speculation is None else self.speculation.shapes
+        for rows, tokens in shapes:
+            none = np.zeros(rows, np.int32)
+            texts = self.slots if tokens == 1 else rows
+            run(verify, texts, np.zeros((rows, tokens), np.int32), none, none, none)
+        for rows in self._row_counts() if not (shapes and self._is_exact) else ():
             none = np.zeros(rows, np.int32)
             run(decode, rows, none, none > 0, np.int32(1), np.int32(0))
         return count
@@ -630,3 +683,9 @@ class Scheduler:
                 shardings=self._shardings,
             )  # fmt: skip
         return result
+
+
+def _compiled() -> int:
+    """The number of programs of writing that have been compiled."""
+    programs: list[Any] = [decode, verify]
+    return sum(program._cache_size() for program in programs)

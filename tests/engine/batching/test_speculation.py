@@ -1,0 +1,306 @@
+"""Speculation: answers are the same with guesses and without, and guesses are made only where they pay."""
+
+import jax
+import numpy as np
+import pytest
+import scipy.stats
+
+import maxjax
+from maxjax.engine.batching import programs, speculation
+from maxjax.engine.batching.speculation import Lookup, Rates, Speculation
+from maxjax.errors import UserInputError
+from maxjax.models import Llama, LlamaConfig, Mamba, MambaConfig
+from maxjax.models.parts.rotary import Rope
+from maxjax.nn.rope_scaling import LongRoPEScalingParams
+from tests.models.decoders import one_character_each
+
+from .test_engine import PROMPTS, SETTINGS, VOCAB, page_bytes, same
+
+KEY = jax.random.key(1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return made()
+
+
+def made(**options):
+    """A model that likes to go round in circles of 12 tokens."""
+    config = LlamaConfig(
+        VOCAB, 32, 64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, **options,
+    )  # fmt: skip
+    model = maxjax.init(Llama(config), jax.random.key(3))
+    for layer in model.model.layers:
+        scale(layer.self_attn.o_proj.weight, 0.05)
+        scale(layer.mlp.down_proj.weight, 0.05)
+    tokens, table = np.arange(VOCAB), np.asarray(model.model.embed_tokens.weight)
+    following = tokens - tokens % 12 + (tokens + 1) % 12
+    head = model.lm_head.weight
+    head.value = head.value.at[following].add(
+        1.2 * table / np.linalg.norm(table, axis=1, keepdims=True)
+    )
+    return model
+
+
+def scale(weight, factor):
+    weight.value = weight.value * factor
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch):
+    """Guesses that cost nothing, so that all are used, whatever the machine measures."""
+    monkeypatch.setattr(Speculation, "_time_of", lambda self, shape, rows: 1 + 1e-3 * shape[0])
+    monkeypatch.setattr(Speculation, "_plain_seconds", lambda self, rows: 1.0)
+
+
+@pytest.fixture(params=[True, False], ids=["tokens", "rows"])
+def shapes(request, monkeypatch):
+    """Programs for tokens of any text, and for the same number of each, as accelerators run."""
+    before = Speculation.__init__
+
+    def init(self, slots, row_counts, is_ragged, is_exact):
+        before(self, slots, row_counts, request.param, is_exact)
+
+    monkeypatch.setattr(Speculation, "__init__", init)
+
+
+def answers(model, prompts, each, tokenizer=None, **options):
+    """The answers with guesses, which some of them have needed."""
+    with maxjax.Engine(model, tokenizer, speculation="lookup", **options) as engine:
+        waiting = [engine.submit(p, **o) for p, o in zip(prompts, each, strict=True)]
+        found = [answer.result() for answer in waiting]
+        stats = engine.stats()
+        assert 0 < stats.right_tokens < stats.guessed_tokens
+        assert stats.steps < stats.written_tokens
+        assert stats.free_pages == stats.pages
+    return found
+
+
+def expected(model, prompts, each, tokenizer=None, **options):
+    with maxjax.Engine(model, tokenizer, **options) as engine:
+        waiting = [engine.submit(p, **o) for p, o in zip(prompts, each, strict=True)]
+        return [answer.result() for answer in waiting]
+
+
+def check(model, prompts, each, **options):
+    found = answers(model, prompts, each, **options)
+    for one, wanted in zip(found, expected(model, prompts, each, **options), strict=True):
+        same(one, wanted)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_settings_of_their_own(model, shapes, slots):
+    """Greedy and drawn texts, with penalties and without, in one batch, of which some end while others go on."""
+    each = [
+        {"max_new_tokens": 30 + 9 * i, "eos_ids": (), "key": KEY, **one}
+        for i, one in enumerate(SETTINGS)
+    ]
+    check(model, PROMPTS, each, slots=slots, chunk=32)
+
+
+def test_ends_limits_and_borders_of_pages(model, shapes):
+    end = expected(model, PROMPTS[:1], [{"max_new_tokens": 40}], slots=1)[0].tokens[-1]
+    loop = [*range(20)] * 6
+    prompts = [loop[:n] for n in range(59, 71)]
+    each = [{"max_new_tokens": n} for n in range(1, 7)]
+    each += [{"max_new_tokens": 90, "eos_ids": [end], "min_new_tokens": n} for n in range(6)]
+    check(model, prompts, each, slots=12)
+
+
+def test_stop_strings(model):
+    tokenizer = one_character_each()
+    text = str(expected(model, ["abc"], [{"max_new_tokens": 150}], tokenizer=tokenizer)[0])
+    each = [{"max_new_tokens": 150, "stop": text[n : n + 3]} for n in (60, 90, 120)]
+    check(model, ["abc"] * 3, each, tokenizer=tokenizer, slots=2)
+
+
+def test_too_few_pages(model):
+    each = [{"max_new_tokens": 120, "temperature": 0.3, "key": KEY}] * len(PROMPTS)
+    check(model, PROMPTS, each, slots=4, cache_bytes=6 * page_bytes(model), chunk=32)
+
+
+def test_cancelled(model):
+    with maxjax.Engine(model, slots=2, speculation="lookup") as engine:
+        first = engine.submit(PROMPTS[0], max_new_tokens=400, eos_ids=())
+        second = engine.submit(PROMPTS[1], max_new_tokens=60, eos_ids=())
+        second.result()
+        first.cancel()
+        found = first.result().tokens
+    wanted = expected(model, PROMPTS[:1], [{"max_new_tokens": 400, "eos_ids": ()}])[0].tokens
+    assert found == wanted[: len(found)]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_mesh(model, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,), devices=jax.devices()[:2])
+    check(made().to(mesh), PROMPTS[:4], [{"max_new_tokens": 40}] * 4, slots=2, chunk=32)
+
+
+def test_exact(model):
+    """The same bits whatever else runs, and whatever is measured."""
+    options = {"max_new_tokens": 60, "logprobs": 2, "temperature": 0.5, "key": KEY}
+    settings = {"slots": 5, "exact": True, "chunk": 64}
+    with maxjax.Engine(model, speculation="lookup", **settings) as engine:
+        alone = [engine.submit(p, **options).result() for p in PROMPTS]
+        together = [engine.submit(p, **options) for p in PROMPTS]
+        for one, other in zip(alone, together, strict=True):
+            assert one.logprobs == other.result().logprobs
+            assert one.tokens == other.result().tokens
+        assert 0 < engine.stats().right_tokens < engine.stats().guessed_tokens
+
+
+def test_rope_of_the_length():
+    """A text that outgrows the RoPE of its keys is read again, and no guess goes beyond that."""
+    scaling = LongRoPEScalingParams([1.0, 1.5, 2.0, 2.5], [2.0, 3.0, 4.0, 9.0], 64, 512)
+    rope = Rope(500.0, scaling)
+    check(made(rope_parameters=rope), PROMPTS, [{"max_new_tokens": 80}] * len(PROMPTS), slots=3)
+
+
+def test_grammar():
+    """A text with a grammar is written without guesses, beside others with them."""
+    model, tokenizer = maxjax.load("tiny")
+    each = [{"max_new_tokens": 60, "eos_ids": ()}, {"regex": "[a-e]{20}", "max_new_tokens": 60}]
+    prompts = ["1 2 3 1 2 3 1 2 3", "What is 1 + 1?"]
+    found = answers(model, prompts, each, tokenizer=tokenizer, slots=2)
+    assert len(found[1]) == 20
+    for one, wanted in zip(found, expected(model, prompts, each, tokenizer, slots=2), strict=True):
+        same(one, wanted)
+
+
+def test_logits_processor(model):
+    def processor(logits, last, positions):
+        columns = jax.lax.broadcasted_iota(np.int32, logits.shape, 1)
+        return jax.numpy.where(columns == (last + positions % 3)[:, None], logits + 3, logits)
+
+    options = {"slots": 2, "logits_processor": processor}
+    check(model, PROMPTS, [{"max_new_tokens": 50}] * len(PROMPTS), **options)
+
+
+def test_not_finite():
+    """Only the text whose logits are not finite ends with an error, also where that is after a guess."""
+    bad = made()
+    table = bad.model.embed_tokens.weight
+    table.value = table.value.at[7].set(np.nan)
+    loop = [5, 6, 7, 8]
+    with maxjax.Engine(bad, slots=2, speculation="lookup") as engine:
+        good = engine.submit([5, 6, 5], max_new_tokens=40, logit_bias={7: -100.0})
+        with pytest.raises(FloatingPointError, match="prompt 1"):
+            engine.submit(loop * 3, max_new_tokens=9).result()
+        assert len(good.result().tokens) == 40
+
+
+def test_nothing_is_compiled_after_compile(model):
+    each = [programs.read, programs.read_tokens, programs.decode, speculation.verify]
+    for program in each:
+        program.clear_cache()
+    with maxjax.Engine(model, slots=3, chunk=32, speculation="lookup") as engine:
+        count = engine.compile()
+        # Chunks of 16 and 32 tokens, steps of 1 and 3 texts, and 4, 8 and 16 tokens with guesses.
+        assert count == sum(program._cache_size() for program in each) == 4 * (2 + 2 + 3)
+        waiting = [
+            engine.submit(p, max_new_tokens=40, **o) for p, o in zip(PROMPTS, SETTINGS, strict=True)
+        ]
+        for answer in waiting:
+            answer.result()
+        assert engine.stats().right_tokens > 0
+        assert sum(program._cache_size() for program in each) == count
+
+
+def test_turned_off_where_it_does_not_pay(model, monkeypatch):
+    """Guesses that take long are not made, but what they would have been is known."""
+    monkeypatch.setattr(Speculation, "_time_of", lambda self, shape, rows: 100.0)
+    with maxjax.Engine(model, slots=2, speculation="lookup") as engine:
+        engine.submit(PROMPTS[0], max_new_tokens=200, eos_ids=()).result()
+        assert engine.stats().guessed_tokens == 0
+        assert engine._worker.scheduler.speculation._rates.of(8) > 0.6
+
+
+def test_turned_off_where_guesses_are_wrong(model):
+    """In drawn texts of a flat distribution, pairs of tokens repeat and what follows them does not."""
+    options = {"max_new_tokens": 400, "temperature": 50.0, "key": KEY, "eos_ids": ()}
+    with maxjax.Engine(model, slots=1, speculation="lookup") as engine:
+        engine.submit(PROMPTS[0], **options).result()
+        stats = engine.stats()
+        assert stats.guessed_tokens < 40
+        assert stats.steps > 390
+
+
+def test_refused(model):
+    with pytest.raises(UserInputError, match="speculation must be"):
+        maxjax.Engine(model, speculation="ngram")
+    recurrent = maxjax.init(Mamba(MambaConfig(VOCAB, 16, num_hidden_layers=1)), jax.random.key(0))
+    with pytest.raises(UserInputError, match="Mamba"):
+        maxjax.Engine(recurrent, speculation="lookup")
+
+
+def test_lookup_finds_the_longest_place():
+    """Against a search of all places, of which the last ones of a pair are looked at."""
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 9):
+        tokens = rng.integers(0, size, 30).tolist()
+        lookup, right = Lookup(tokens), 0
+        for new in rng.integers(0, size, 120).tolist():
+            guess = lookup.guesses(1)
+            if lookup.equal:
+                place = lookup._place
+                assert guess == [tokens[place]]
+                equal = lookup.equal
+                assert tokens[place - equal : place] == tokens[-equal:]
+            else:
+                pairs = list(zip(tokens, tokens[1:], strict=False))
+                assert pairs[-1] not in pairs[:-1]
+            tokens.append(new)
+            [(equal, is_right)] = lookup.advance()
+            assert is_right == (guess == [new])
+            right += is_right
+        assert right
+
+
+def test_rates_follow_what_happens():
+    rates = Rates(Rates(None))
+    for _ in range(60):
+        rates.add(2, False)
+    assert rates.of(2) < 0.1 < 0.4 < rates.of(3)
+    for _ in range(60):
+        rates.add(2, True)
+    assert rates.of(2) > 0.9
+
+
+@pytest.mark.parametrize(
+    "draws", [10_000, pytest.param(200_000, marks=pytest.mark.extra, id="200000")]
+)
+def test_drawn_tokens_have_the_distribution_of_the_model(draws):
+    """Chi-square of each token given the one before it, for a model that sees nothing else."""
+    size = 64
+    config = LlamaConfig(size, 16, 32, num_hidden_layers=1, num_attention_heads=2)
+    model = maxjax.init(Llama(config), jax.random.key(5))
+    output = model.model.layers[0].self_attn.o_proj.weight
+    output.value = np.zeros_like(output.value)
+    logits = np.asarray(model(np.arange(size)[:, None])[:, 0], np.float64)
+    wanted = np.exp(4 * (logits - logits.max(1, keepdims=True)))
+    wanted /= wanted.sum(1, keepdims=True)
+    texts, counts = draws // 500, np.zeros((size, size))
+    options = {"max_new_tokens": 500, "temperature": 0.25, "eos_ids": ()}
+    with maxjax.Engine(model, slots=16, speculation="lookup") as engine:
+        each = [engine.submit([i % size], key=jax.random.key(i), **options) for i in range(texts)]
+        for i, answer in enumerate(each):
+            tokens = [i % size, *answer.result().tokens]
+            np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+        stats = engine.stats()
+        assert stats.right_tokens > draws / 10
+        assert stats.guessed_tokens - stats.right_tokens > draws / 10
+    assert counts.sum() == draws
+    statistic = freedom = 0
+    for found, chances in zip(counts, wanted, strict=True):
+        if found.sum() < 50:
+            continue
+        order = np.argsort(-chances)
+        means, found = (chances * found.sum())[order], found[order]
+        often = max(int((means >= 5).sum()) - 1, 1)  # the others are counted together
+        means, found = (np.append(a[:often], a[often:].sum()) for a in (means, found))
+        statistic += ((found - means) ** 2 / means).sum()
+        freedom += often
+    assert freedom > 100
+    assert scipy.stats.chi2.sf(statistic, freedom) >= 0.001
