@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -38,6 +39,7 @@ from .peft import (
     OLD_WEIGHTS,
     WEIGHTS,
     AdapterSettings,
+    Base,
     Update,
     base_of,
     config_of,
@@ -147,7 +149,33 @@ def load(model: M, path: str | os.PathLike[str], *, dtype: Any = None) -> M:
     return settled(lambda: _load(model, Path(checkpoint_path(path)), kind))
 
 
-def _load(model: M, directory: Path, kind: DType | None) -> M:
+class AdapterFile(NamedTuple):
+    """What the files of an adapter hold, by the model's names.
+
+    Attributes:
+        path: path of the file of the weights.
+        values: its LoRA weights, of all layers that it names.
+        adapters: the settings of each layer's update, by the layer's name.
+        base: its weights of the base model.
+        dtypes: the dtypes of its LoRA weights.
+        has_dora: whether the norms of rows are trained.
+    """
+
+    path: str
+    values: dict[str, WeightData]
+    adapters: dict[str, Adapter]
+    base: Base
+    dtypes: set[DType]
+    has_dora: bool
+
+
+@contextlib.contextmanager
+def opened(model: Module, directory: Path) -> Iterator[AdapterFile]:
+    """Opens an adapter for a model; the values can be read in the context.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as for :func:`load`.
+    """
     file = next(
         (directory / n for n in (WEIGHTS, OLD_WEIGHTS) if os.path.isfile(directory / n)), None
     )
@@ -184,42 +212,56 @@ def _load(model: M, directory: Path, kind: DType | None) -> M:
                     "has another rank than adapter_config.json says", path=file, tensor=name,
                     expected=expected, found=rank,
                 )  # fmt: skip
+        values, adapters = _joined(updates, data, settings, os.fspath(file))
         dtypes = {data[name].dtype for name in updates}
-        if kind is None and len(dtypes) > 1:
+        yield AdapterFile(os.fspath(file), values, adapters, base, dtypes, settings.dora)
+
+
+def _load(model: M, directory: Path, kind: DType | None) -> M:
+    with opened(model, directory) as adapter:
+        if kind is None and len(adapter.dtypes) > 1:
             hint = "Pass dtype=: the dtype of the adapter."
-            raise CheckpointMismatchError("tensors of several dtypes", path=file, hint=hint)
-        given, adapters = _joined(updates, data, settings, os.fspath(file))
-        values = {**base.replaced, **base.biases, **given}
-        new = attached(model, adapters, kind or dtypes.pop())
+            raise CheckpointMismatchError("tensors of several dtypes", path=adapter.path, hint=hint)
+        base = adapter.base
+        new = attached(model, adapter.adapters, kind or next(iter(adapter.dtypes)))
         new = jax.tree.map(
             lambda leaf: leaf, unstack_unequal(new, dict.fromkeys(base.replaced, True))
         )
         note_trained(new, base.replaced)
-        new_layers = [(name, one) for one in adapted(new) for name in one.names]
-        without = set(adapters) - {name for name, _ in new_layers}
-        if without:
-            raise CheckpointMismatchError(
-                "LoRA weights for a layer that is not one of this model's linear layers and embeddings",
-                path=file,
-                tensor=min(without),
-            )
-        parts = {f"{name}.{part}" for name, one in new_layers for part in one.parts.values()}
-        if parts != given.keys():
-            what = (
-                "a tensor is missing"
-                if parts - given.keys()
-                else "its layer has no such LoRA weight"
-            )
-            use = ", and use_dora" if settings.dora else ", and not use_dora"
-            raise CheckpointMismatchError(
-                f"{what} (adapter_config.json has peft_type LORA{use})",
-                path=file, tensor=min(parts - given.keys() or given.keys() - parts),
-            )  # fmt: skip
+        check_layers(adapter, {n: one.parts.values() for one in adapted(new) for n in one.names})
+        values = {**base.replaced, **base.biases, **adapter.values}
         try:
             Module.load_state_dict(new, values, strict=False, cast=True)
         except ValueError as error:
-            raise CheckpointMismatchError(str(error).removesuffix("."), path=file) from None
+            raise CheckpointMismatchError(str(error).removesuffix("."), path=adapter.path) from None
     return new
+
+
+def check_layers(adapter: AdapterFile, layers: Mapping[str, Iterable[str]]) -> None:
+    """Checks that an adapter has the LoRA weights of these layers of a model, and no others.
+
+    Args:
+        layers: the names of the LoRA weights of each layer, by the layer's name.
+
+    Raises:
+        CheckpointMismatchError: a layer is no linear layer or embedding, or a tensor is missing or unknown.
+    """
+    if without := adapter.adapters.keys() - layers.keys():
+        raise CheckpointMismatchError(
+            "LoRA weights for a layer that is not one of this model's linear layers and embeddings",
+            path=adapter.path,
+            tensor=min(without),
+        )
+    parts = {f"{name}.{part}" for name, each in layers.items() for part in each}
+    if parts != adapter.values.keys():
+        is_missing = bool(parts - adapter.values.keys())
+        what = "a tensor is missing" if is_missing else "its layer has no such LoRA weight"
+        use = ", and use_dora" if adapter.has_dora else ", and not use_dora"
+        raise CheckpointMismatchError(
+            f"{what} (adapter_config.json has peft_type LORA{use})",
+            path=adapter.path,
+            tensor=min(parts - adapter.values.keys() or adapter.values.keys() - parts),
+        )
 
 
 def _joined(

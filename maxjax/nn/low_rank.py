@@ -6,6 +6,9 @@ base weight, of floats or quantised blocks, does not change, and neither does th
 an update. With DoRA each output is also scaled, so that the norm of its row of ``W + scale · B @ A`` becomes
 a trained number.
 
+A and B may be those of several adapters side by side (``lora/side_by_side.py``): then each row of the input uses
+one of them, or none, as ``lora_rows`` says.
+
 Source: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685; the scale
 of rsLoRA is D. Kalajdzievski's, arXiv:2312.03732; DoRA is S. Liu et al.'s, arXiv:2402.09353.
 """
@@ -24,7 +27,7 @@ from ..dtype import DType, promote
 from ..errors import UserInputError
 from ..graph.placement.specs import PartOf
 from ..graph.weight.weight import Weight
-from ..kernels import matmul
+from ..kernels import explicit, matmul
 from .layer import Module
 from .layer.stack.rearranged import set_static
 from .layer.walk import Walk
@@ -42,6 +45,7 @@ class Adapter:
         merged: whether the update has been added to the base weight already.
         bias: biases of the model that are trained too, and saved with the update: those of layers with an
             update ("lora_only"), "all", or "none".
+        adapters: number of adapters that lie side by side in A and B; ``rank`` is that of all together.
 
     Example:
         >>> Adapter(16, 32.0).scale, Adapter(16, 32.0, rslora=True).scale
@@ -54,6 +58,7 @@ class Adapter:
     dora: bool = False
     merged: bool = False
     bias: str = "none"
+    adapters: int = 1
 
     @property
     def scale(self) -> float:
@@ -116,6 +121,8 @@ class LowRank(Module):
         lora: settings of the update, or None.
         lora_A, lora_B: Weights ``[r, in]`` and ``[out, r]``, or None.
         lora_magnitude_vector: Weight ``[out]`` of DoRA, or None.
+        lora_rows: Weight ``[rows]`` with the index of the adapter that each row of the input uses, -1 for none; None
+            if A and B are those of one adapter.
 
     The names of the Weights have the same endings as in PEFT's files: ``lora_A.weight``, for example.
     """
@@ -125,6 +132,7 @@ class LowRank(Module):
     lora_A: Weight | None = None
     lora_B: Weight | None = None
     lora_magnitude_vector: Weight | None = None
+    lora_rows: Weight | None = None
     # Attributes of the Weights of an update, with their names in PEFT's files.
     update_names: ClassVar[Mapping[str, str]] = {
         "lora_A": "lora_A.weight",
@@ -197,23 +205,25 @@ class LowRank(Module):
         rows, columns = map(int, getattr(self.weight, "logical_shape", self.weight.shape))
         return rows, columns
 
-    def updated_weight(self, weight: Any, what: str) -> Any:
-        """The weight ``[out, in]`` with the layer's update, for operations that multiply by parts of it.
+    def scaled(self, h: jax.Array) -> jax.Array:
+        """What B multiplies: the products of an input and A, times the scale, and only those of the row's own adapter.
 
         Args:
-            weight: the weight as an operand of kernels, which is returned if there is no update.
-            what: the operation, for the message.
-
-        Raises:
-            NotImplementedError: the update is one of DoRA.
+            h: ``[..., r]``, whose elements are in the order of the rows, as many for each.
         """
-        lora = self.lora
-        if self.lora_A is None or lora is None or lora.merged:
-            return weight
-        if lora.dora:
-            self.refuse_update(f"{what}, and DoRA,")
-        a, b, dense = (jnp.asarray(one) for one in (self.lora_A, self.lora_B, weight))
-        return summed(dense, a, b, lora.scale, 0).astype(dense.dtype)
+        assert self.lora is not None
+        h = h * self.lora.scale
+        if self.lora_rows is None:
+            return h
+        rows, each = jnp.asarray(self.lora_rows), self.lora.rank // self.lora.adapters
+
+        def run(h: jax.Array, rows: jax.Array) -> jax.Array:
+            is_own = rows[:, None] == jnp.arange(h.shape[-1])[None] // each  # [rows, r]
+            by_row = h.reshape(rows.shape[0], -1, h.shape[-1])
+            # The others may be infinite, so they are not multiplied by zero.
+            return jnp.where(is_own[:, None], by_row, 0).reshape(h.shape)
+
+        return explicit.automatic(run, explicit.mesh_of(h), explicit.entries(h))(h, rows)
 
     def refuse_update(self, what: str) -> None:
         """Checks that the layer has no update, for operations that do not support updates.
@@ -248,8 +258,8 @@ def added(layer: LowRank, y: jax.Array, h: jax.Array) -> jax.Array:
         y: the layer's result without its update, ``[..., out]``.
         h: product of the input and A, ``[..., r]``.
     """
-    assert layer.lora is not None and layer.lora_B is not None
-    update = matmul(h * layer.lora.scale, layer.lora_B)
+    assert layer.lora_B is not None
+    update = matmul(layer.scaled(h), layer.lora_B)
     wide = promote(y.dtype, update.dtype).np
     found = y.astype(wide) + update.astype(wide)
     if layer.lora_magnitude_vector is not None:

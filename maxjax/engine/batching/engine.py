@@ -15,6 +15,7 @@ from ...dtype import DType
 from ...errors import UserInputError, checked_integer, first_line
 from ...graph.placement.specs import held_bytes
 from ...lockstep import Lockstep
+from ...lora.side_by_side import updates_of
 from ...models.weights import named_dtype, shardings_of
 from ...rendering.row import bytes_text
 from ...storage.safetensors.writer import size_in_bytes
@@ -22,6 +23,7 @@ from ..generate.batch import check_chunk, check_model
 from ..generate.request import Prompt, Request
 from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
+from .adapters import Adapters
 from .answer import PendingAnswer
 from .grammar import matcher_of
 from .programs import LogitsProcessor
@@ -84,6 +86,10 @@ class Engine:
             are about, as summaries do, come faster. It is used only while it pays: times and rates are measured
             (``stats()``). Prompts with penalties, ``banned``, ``logit_bias`` or a grammar are written without guesses.
             With ``exact`` it is always used, so that bits do not depend on times. None: no guesses.
+        adapters: LoRA adapters by name, as for :meth:`add_adapter`.
+        max_adapters: largest number of adapters at once; those of answers that have not ended count, also if they were
+            replaced or removed.
+        max_adapter_rank: largest rank of an adapter's updates.
 
     Raises:
         UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid;
@@ -102,6 +108,7 @@ class Engine:
         self, model: Any, tokenizer: Any = None, *, slots: int = 32, cache_bytes: int | str | None = None,
         chunk: int = 512, cache_dtype: Any = None, exact: bool = False,
         logits_processor: LogitsProcessor | None = None, speculation: str | None = None,
+        adapters: Mapping[str, Any] | None = None, max_adapters: int = 8, max_adapter_rank: int = 64,
     ):  # fmt: skip
         check_model(model)
         if Lockstep("Engine", shardings_of(model)).is_shared:
@@ -128,7 +135,14 @@ class Engine:
             exact=exact,
             logits_processor=logits_processor,
             guesses=speculation is not None,
+            adapters=Adapters(
+                model,
+                checked_integer("max_adapters", max_adapters),
+                checked_integer("max_adapter_rank", max_adapter_rank),
+            ),
         )
+        for name, adapter in (adapters or {}).items():
+            scheduler.add_adapter(_adapter_name(name), updates_of(model, adapter))
         scheduler.shows = False
         self._longest = model.max_length
         if scheduler.pages.count:  # models with recurrent layers alone need none
@@ -152,6 +166,7 @@ class Engine:
         skip_special_tokens: bool = True,
         priority: int = 0,
         salt: str | None = None,
+        adapter: str | None = None,
         schema: Any = None,
         regex: str | None = None,
         grammar: str | None = None,
@@ -167,7 +182,7 @@ class Engine:
             priority: prompts with a smaller number are started first, and keep their pages when there are too few.
             salt: only prompts with an equal one share pages, so that the time of an answer tells nobody whether others
                 have asked with the same beginning.
-
+            adapter: the name of the LoRA adapter that the model has for this answer; None for the model alone.
             schema: a JSON schema that the answer matches, as a dict or text, a class of pydantic, or a dataclass.
             regex: a regular expression that the whole answer matches.
             grammar: a grammar that the answer follows, in the syntax of Lark or of llama.cpp (GBNF).
@@ -177,10 +192,12 @@ class Engine:
 
         Raises:
             UserInputError, TypeError: as for :func:`maxjax.generate`; or the prompt and its answer can never fit into
-                the cache, or the schema, expression or grammar is invalid.
+                the cache, there is no such adapter, or the schema, expression or grammar is invalid.
             ImportError: llguidance, which these three need, is not installed.
             RuntimeError: the engine is closed.
         """
+        if adapter is not None:
+            self._worker.scheduler.adapters.find(adapter)
         request = Request(
             self.model, self.tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,
             skip_special_tokens,
@@ -204,7 +221,7 @@ class Engine:
         number = next(self._numbers)
         text = running_text(
             request, read, key, number if key is None else 0, number=number, matcher=matcher, priority=priority,
-            salt=(salt or "").encode("utf-8", "surrogatepass"), told=answer.take, ended=answer.finish,
+            salt=(salt or "").encode("utf-8", "surrogatepass"), adapter=adapter, told=answer.take, ended=answer.finish,
         )  # fmt: skip
         answer.begin(text, self)
         self._worker.add(text)
@@ -218,8 +235,43 @@ class Engine:
             f"{self._longest} tokens: pass a smaller max_new_tokens, or make the Engine with more cache_bytes"
         )
 
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """Adds a LoRA adapter, which prompts can name, while other answers are written.
+
+        An adapter with the same name is replaced: answers that have begun go on with the old one.
+
+        Args:
+            name: name of the adapter.
+            adapter: path of a directory that PEFT or :func:`maxjax.lora.save` wrote, or its name on the hub; or the
+                model with LoRA weights. Its weights get the dtype of the model's activations.
+
+        Raises:
+            UserInputError: its rank is too large or there are too many adapters; it has more than LoRA weights (DoRA,
+                trained biases or modules) or values that are not finite; or it is of another model's layers.
+            CheckpointError, UnsupportedModelError: as for :func:`maxjax.lora.load`.
+            RuntimeError: the engine is closed.
+        """
+        name, updates = _adapter_name(name), updates_of(self.model, adapter)
+        self._worker.call(lambda scheduler: scheduler.add_adapter(name, updates))
+
+    def remove_adapter(self, name: str) -> None:
+        """Removes a LoRA adapter: no later prompt can name it. Answers that have begun go on with it.
+
+        Raises:
+            UserInputError: there is no such adapter.
+            RuntimeError: the engine is closed.
+        """
+        self._worker.call(lambda scheduler: scheduler.remove_adapter(name))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters."""
+        return self._worker.scheduler.adapters.names
+
     def compile(self) -> int:
         """Compiles all programs that prompts can need, so that none waits for the compiler later.
+
+        If there are LoRA adapters, these are also the programs of others in their places.
 
         Returns:
             The number of programs.
@@ -401,6 +453,14 @@ def page_count(model: Any, slots: int, cache_bytes: int | str | None, dtype: DTy
             f"device, and what {slots} slots need beside pages {bytes_text(one - page)}"
         )
     return int(count)
+
+
+def _adapter_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise UserInputError(
+            f"the name of an adapter must be a str that is not empty, not {name!r}"
+        )
+    return name
 
 
 def _check_processor(processor: LogitsProcessor | None, vocab_size: int) -> None:

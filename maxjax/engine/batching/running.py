@@ -34,6 +34,7 @@ from ..generate.request import Prompt, Request
 from ..isolation import isolated
 from ..sampling.penalties import check_tokens
 from ..sampling.rows import RowSettings, uses_words
+from .adapters import LoadedAdapter
 from .grammar import Matcher
 from .pages import Key
 
@@ -60,6 +61,7 @@ class RunningText:
         number: the number of the text, for messages and captures.
         priority: texts with a smaller number are started first.
         salt: only texts with an equal salt share pages.
+        adapter: the name of its adapter; None for none.
         told: function that is called with each piece of text.
         ended: function that is called with this object when it has ended.
         is_lazy: whether somebody else than the scheduler makes its :meth:`pieces`. It then keeps slot and pages when it
@@ -78,19 +80,23 @@ class RunningText:
         is_whole: whether the last of its tokens is there, whose text may still have to be made.
         received: tokens whose text has not been made: dispatches, and the text's row in each.
         text_length: the length for which RoPE rotates its keys, and the largest length for which it stays that.
+        loaded: its adapter, once it is in the queue.
         error: what ended it instead of its last token.
     """
 
     def __init__(
         self, partial: PartialCompletion, prompt: list[int], limit: int, settings: RowSettings, *,
         bias: np.ndarray | None = None, matcher: Matcher | None = None, number: int = 0,
-        priority: int = 0, salt: bytes = b"", told: Callable[[str], None] = lambda piece: None,
+        priority: int = 0, salt: bytes = b"", adapter: str | None = None,
+        told: Callable[[str], None] = lambda piece: None,
         ended: Callable[[RunningText], None] = lambda text: None, is_lazy: bool = False,
         after: RunningText | None = None,
     ):  # fmt: skip
         self.partial, self.limit, self.settings, self.bias = partial, limit, settings, bias
         self.prompt_length, self.tokens = len(prompt), list(prompt)
         self.number, self.priority, self.salt, self.matcher = number, priority, salt, matcher
+        self.adapter = adapter
+        self.loaded: LoadedAdapter | None = None
         self._told, self._ended = told, ended
         self.stage = Stage.WAITING
         self.error: BaseException | None = None

@@ -16,9 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...errors import UserInputError
 from ...graph.placement.arrays import platform_of
 from ...graph.placement.specs import mesh_of
 from ...lockstep import Lockstep
+from ...lora.side_by_side import Updates
 from ...models.parts.rotary import reading_length, same_until
 from ...nn.kv_cache.kinds import States
 from ...nn.layer.observe.programs import ProgramObserver
@@ -28,6 +30,7 @@ from ..generate.programs import MAX_STEPS, DispatchTokens
 from ..isolation import isolated
 from ..sampling.draw import Sampled
 from ..sampling.rows import MOST_LOGPROBS, Words
+from .adapters import Adapters, LoadedAdapter
 from .grammar import mask_words
 from .pages import Pages
 from .programs import (
@@ -90,6 +93,7 @@ class Scheduler:
         dispatch_s: the duration of a dispatch that is aimed at, in seconds: new prompts wait for it, and a stop string
             is noticed only after it.
         guesses: whether tokens are guessed from the texts (``speculation.py``).
+        adapters: the adapters that texts may use.
     """
 
     @isolated()
@@ -97,8 +101,9 @@ class Scheduler:
         self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, chunk: int = 512,
         cache_dtype: Any = None, tops: int = MOST_LOGPROBS, exact: bool = False,
         logits_processor: LogitsProcessor | None = None, together: Lockstep | None = None,
-        dispatch_s: float = 0.1, guesses: bool = False,
+        dispatch_s: float = 0.1, guesses: bool = False, adapters: Adapters | None = None,
     ):  # fmt: skip
+        self.adapters = Adapters(model) if adapters is None else adapters
         self.model, self.slots, self.chunk = model, slots, chunk
         self._vocab_size = model.config.vocab_size
         self._how, self._is_exact = Choosing(tops, logits_processor), exact
@@ -140,7 +145,15 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, text: RunningText, *, again: bool = False) -> None:
-        """Puts a text into the queue, behind those of its priority; in front of them if it has run before."""
+        """Puts a text into the queue, behind those of its priority; in front of them if it has run before.
+
+        It ends with an error if there is no such adapter as it wants.
+        """
+        if text.adapter is not None and text.loaded is None:
+            try:
+                text.loaded = self.adapters.find(text.adapter)
+            except UserInputError as error:
+                return text.end(error)
         least = text.priority - again
         place = len(self.waiting)
         while place and self.waiting[place - 1].priority > least:
@@ -184,6 +197,27 @@ class Scheduler:
         self.waiting, self.running, self._coming = [], [], None
         if hasattr(self, "memory"):
             del self.memory
+
+    @isolated()
+    def add_adapter(self, name: str, updates: Updates) -> None:
+        """Adds an adapter, or a new version of one: later texts use it, and those in the queue the one that they have.
+
+        Raises:
+            UserInputError: as for ``Adapters.add``.
+        """
+        self.adapters.add(name, updates, self._adapters_in_use())
+
+    def remove_adapter(self, name: str) -> None:
+        """Removes an adapter; texts that have it go on.
+
+        Raises:
+            UserInputError: there is no such adapter.
+        """
+        self.adapters.remove(name, self._adapters_in_use())
+
+    def _adapters_in_use(self) -> set[LoadedAdapter]:
+        texts = [*self.waiting, *self.running]
+        return {text.loaded for text in texts if text.loaded is not None}
 
     def _end_cancelled(self) -> None:
         if not self.has_cancelled:
@@ -229,7 +263,8 @@ class Scheduler:
         """The keys of the pages of a text's first tokens; none if pages are not shared."""
         if not self._shares or text.is_lazy or self._observer.is_observed:
             return []
-        return self.pages.keys(text.tokens[:count], text.salt + str(text.text_length).encode())
+        salt = repr((text.salt, text.loaded, text.text_length)).encode()
+        return self.pages.keys(text.tokens[:count], salt)
 
     def _is_prefix_coming(self, text: RunningText) -> bool:
         """Whether a text is being read whose pages this one will share."""
@@ -398,7 +433,8 @@ class Scheduler:
             ends[row] = done - 1
             self._mark_read(one, count)
         arrays = self._texts(texts, rows, finishes=[one.unread == 0 for one in texts])
-        sampled = self._run(read_tokens, texts, arrays, ids, row_of_token, at, ends, width=None)
+        args = (ids, row_of_token, at, ends)
+        sampled = self._run(read_tokens, texts, arrays, *args, width=None, of_tokens=row_of_token)
         self._take_first(texts, sampled)
 
     def _parts(self, start: int, count: int) -> list[int]:
@@ -632,20 +668,28 @@ class Scheduler:
         for has_words in (True,) if had_words else (False, True):
             if has_words and not had_words:
                 self._set_words(self.slots, [], [], None)
-            for width, allowed in itertools.product(self._widths(longest), (None, every)):
-                count += self._compile(width, allowed)
+            each = itertools.product(self._widths(longest), (None, every), self._adapter_programs())
+            for width, allowed, has_adapters in each:
+                count += self._compile(width, allowed, has_adapters)
         if not had_words:
             self.memory = self.memory._replace(words=None)
         return count
 
-    def _compile(self, width: int, allowed: np.ndarray | None) -> int:
+    def _adapter_programs(self) -> tuple[bool, ...]:
+        """Whether programs are those of the model with adapters: the kinds that there are."""
+        if not self.adapters.has_model:
+            return (False,)
+        return (True,) if self._is_exact else (False, True)
+
+    def _compile(self, width: int, allowed: np.ndarray | None, has_adapters: bool) -> int:
         """Compiles the programs for tables of this width; returns their number."""
         count = 0
 
-        def run(program: Any, rows: int, *args: Any, width: int | None = None) -> None:
+        def run(program: Any, rows: int, *args: Any, **options: Any) -> None:
             nonlocal count
             count += 1
-            self._run(program, [], blank(rows), *args, width=width)
+            options = {"width": None, "has_adapters": has_adapters, **options}
+            self._run(program, [], blank(rows), *args, **options)
 
         def blank(rows: int) -> TextRows:
             bits = None if allowed is None else np.broadcast_to(allowed, (rows, len(allowed)))
@@ -656,7 +700,8 @@ class Scheduler:
         for size in [PAGE_SIZE] if self._is_exact else sizes:
             none = np.zeros(size, np.int32)
             if self._is_ragged:
-                run(read_tokens, self.slots, none, none, none - 1, np.zeros(self.slots, np.int32))
+                ends = np.zeros(self.slots, np.int32)
+                run(read_tokens, self.slots, none, none, none - 1, ends, of_tokens=none)
             if not self._is_ragged or width * PAGE_SIZE > _RAGGED:
                 run(read, 1, none[None], np.zeros(1, np.int32), width=size)
         shapes = [] if self.speculation is None else self.speculation.shapes
@@ -672,12 +717,25 @@ class Scheduler:
     def _run(
         self, program: Any, texts: Sequence[RunningText], arrays: TextRows, *args: Any, width: int | None,
         counts: Callable[[Any], Any] = lambda _: None, keeps: bool = True,
+        of_tokens: np.ndarray | None = None, has_adapters: bool = False,
     ) -> Any:  # fmt: skip
-        """Dispatches a program, and keeps the memory that it returns."""
+        """Dispatches a program, and keeps the memory that it returns.
+
+        Args:
+            of_tokens: the row in ``arrays`` of each row of tokens, where the model is called with others.
+            has_adapters: whether it is the model with adapters, if no text has one.
+        """
+        observer = self._observer
+        has_adapters |= self._is_exact and self.adapters.has_model
+        if has_adapters or any(text.loaded is not None for text in texts):
+            no = np.int32(-1)
+            place = lambda text: no if text.loaded is None else text.loaded.place
+            rows = row_of(texts, len(arrays.slots), place, no)
+            observer = self.adapters.observer(rows if of_tokens is None else rows[of_tokens], rows)
         numbers = [text.number for text in texts]
         numbers += [0] * (len(arrays.slots) - len(numbers))
         with compiling(program.__name__, self.shows):
-            self.memory, result = self._observer.run(
+            self.memory, result = observer.run(
                 self.together, program, self.memory, arrays, *args, rows=numbers,
                 counts=lambda found: counts(found[1]), width=width, keeps=keeps, how=self._how,
                 shardings=self._shardings,

@@ -9,11 +9,15 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from ...dtype import DType, promote
 from ...graph.weight.weight import Weight
+from ...kernels import explicit, matmul
 from ...kernels.head_products import head_products
 from ...nn.linear import Linear
 
@@ -35,7 +39,18 @@ def absorb_keys(q: jax.Array, kv_b_proj: Linear) -> jax.Array:
         >>> absorb_keys(jnp.ones((1, 2, 3)), layer).tolist()
         [[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]]
     """
-    return head_products(q, _weight(kv_b_proj), q.shape[-2], 0, q.shape[-1], True)
+    heads, size = q.shape[-2:]
+    y = head_products(q, _operand(kv_b_proj.weight), heads, 0, size, True)
+    if not _has_update(kv_b_proj):
+        return y
+    wide = q.astype(promote(q.dtype, DType.float32).np)
+    h = head_products(wide, _operand(kv_b_proj.lora_B), heads, 0, size, True)
+    h = kv_b_proj.scaled(h)
+    a = jnp.asarray(kv_b_proj.lora_A)
+    run = explicit.automatic(
+        partial(jnp.einsum, "...r,rc->...c"), explicit.mesh_of(h), explicit.entries(h)
+    )
+    return (y + run(h, a.astype(h.dtype))).astype(q.dtype)
 
 
 def expand_values(y: jax.Array, kv_b_proj: Linear, width: int) -> jax.Array:
@@ -58,11 +73,28 @@ def expand_values(y: jax.Array, kv_b_proj: Linear, width: int) -> jax.Array:
     """
     heads = y.shape[-2]
     first = int(kv_b_proj.weight.shape[0]) // heads - width
-    return head_products(y, _weight(kv_b_proj), heads, first, width, False)
+    found = head_products(y, _operand(kv_b_proj.weight), heads, first, width, False)
+    if not _has_update(kv_b_proj):
+        return found
+    h = matmul(y.astype(promote(y.dtype, DType.float32).np), kv_b_proj.lora_A)
+    h = kv_b_proj.scaled(h)
+    update = head_products(h, _operand(kv_b_proj.lora_B), heads, first, width, False)
+    return (found + update).astype(y.dtype)
 
 
-def _weight(layer: Linear) -> Any:
-    """The weight of a linear layer as an operand of kernels, with the layer's low-rank update if it has one."""
-    weight: Any = layer.weight
-    operand = weight.operand() if isinstance(weight, Weight) else weight
-    return layer.updated_weight(operand, "latent attention")
+def _has_update(layer: Linear) -> bool:
+    """Whether a linear layer has a low-rank update that is not in its weight.
+
+    Raises:
+        NotImplementedError: the update is one of DoRA.
+    """
+    if layer.lora is None or layer.lora.merged:
+        return False
+    if layer.lora.dora:
+        layer.refuse_update("latent attention, and DoRA,")
+    return True
+
+
+def _operand(weight: Any) -> Any:
+    """A weight as an operand of kernels."""
+    return weight.operand() if isinstance(weight, Weight) else weight

@@ -46,6 +46,25 @@ def add_weight(root: Module, layer: Any, attr: str, weight: Weight, beside: Weig
     _renew(stack, (*stack._mx_stacks, added))
 
 
+def add_shared_weight(root: Module, layer: Any, attr: str, weight: Weight, beside: Weight) -> None:
+    """Assigns one Weight to a layer; in a LayerStack, the same one to each of the equal layers.
+
+    Args:
+        root, layer, attr, beside: as for :func:`add_weight`.
+        weight: Weight that other layers may have too.
+    """
+    if beside.home is None:
+        layer.set_shared_weight(attr, weight)
+        return
+    local = weight.spec.local_name
+    vars(layer)["_mx_weights"] = {**layer._mx_weights, local: weight}
+    vars(layer)["_mx_locals"] = {**layer._mx_locals, attr: local}
+    vars(layer)[attr] = weight
+    layer._mx_shared.add(attr)
+    stack = _stack_of(root, beside.home[0])
+    _renew(stack, stack._mx_stacks)
+
+
 def remove_weight(root: Module, layer: Any, attr: str) -> None:
     """Removes a Weight from a layer, and from all equal layers if it is in a LayerStack."""
     home = getattr(layer, attr).home
