@@ -12,6 +12,7 @@ batches  decode steps, CPU seconds of reading and of writing, tokens a second: e
 busy     share of the slots that write, until the last prompt has started and over all
 prefix   time to the first token of 64 prompts with a common beginning, second over first
 python   seconds of Python for a step of all slots, with a model of no size
+adapters tokens a second with four LoRA adapters of rank 16 of all linear layers, one in each slot, over none
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ import numpy as np
 import random_llama
 
 import maxjax
+from maxjax.engine.batching.adapters import Adapters
 from maxjax.engine.batching.running import RunningText, running_text
 from maxjax.engine.batching.scheduler import PAGE_SIZE, Scheduler
 from maxjax.engine.generate.batch import Batch, bucket
 from maxjax.engine.generate.request import Prompt, Request
+from maxjax.lora.side_by_side import updates_of
 
 LENGTHS = Path(__file__).with_suffix(".txt")
 
@@ -75,11 +78,16 @@ class Timed(Scheduler):
         self.times.of("write", super().write)
 
 
-def with_slots(model: Any, work: list[tuple[list[int], int]], slots: int) -> dict[str, float]:
-    """Each prompt as soon as a slot is free."""
+def with_slots(
+    model: Any, work: list[tuple[list[int], int]], slots: int, adapters: Adapters | None = None
+) -> dict[str, float]:
+    """Each prompt as soon as a slot is free, with each of the adapters in turn."""
+    names = (None,) if adapters is None else adapters.names
     pages = bucket(sum(sorted(-(-(len(p) + n) // PAGE_SIZE) for p, n in work)[-slots:]))
-    scheduler = Timed(model, slots, pages)
-    texts = [text_of(model, ids, n, i) for i, (ids, n) in enumerate(work)]
+    scheduler = Timed(model, slots, pages, adapters=adapters)
+    texts = [
+        text_of(model, ids, n, i, adapter=names[i % len(names)]) for i, (ids, n) in enumerate(work)
+    ]
     for text in texts:
         scheduler.add(text)
     began, started = time.perf_counter(), None
@@ -98,9 +106,9 @@ def with_slots(model: Any, work: list[tuple[list[int], int]], slots: int) -> dic
     }  # fmt: skip
 
 
-def text_of(model: Any, ids: list[int], new: int, number: int) -> RunningText:
+def text_of(model: Any, ids: list[int], new: int, number: int, **options: Any) -> RunningText:
     request = Request(model, None, new, None, (), None, {})
-    return running_text(request, Prompt(ids, None, False), None, number, number=number)
+    return running_text(request, Prompt(ids, None, False), None, number, number=number, **options)
 
 
 def in_batches(model: Any, work: list[tuple[list[int], int]], slots: int) -> dict[str, float]:
@@ -123,12 +131,15 @@ def in_batches(model: Any, work: list[tuple[list[int], int]], slots: int) -> dic
     }  # fmt: skip
 
 
-def batches(model: Any, options: argparse.Namespace) -> None:
+def work_of(model: Any, count: int) -> list[tuple[list[int], int]]:
+    """So many prompts, and the lengths of their answers."""
     rng = np.random.default_rng(0)
-    work = [
-        (rng.integers(0, model.config.vocab_size, prompt).tolist(), answer)
-        for prompt, answer in lengths(options.prompts)
-    ]
+    size = model.config.vocab_size
+    return [(rng.integers(0, size, prompt).tolist(), answer) for prompt, answer in lengths(count)]
+
+
+def batches(model: Any, options: argparse.Namespace) -> None:
+    work = work_of(model, options.prompts)
     few = work[: 2 * options.slots]
     with_slots(model, few, options.slots), in_batches(model, work, options.slots)  # compile
     pairs = []
@@ -164,6 +175,22 @@ def prefix(model: Any, options: argparse.Namespace) -> None:
     print(f"prefix     second over first: {statistics.median(ratios):.3f}")
 
 
+def adapters(model: Any, options: argparse.Namespace) -> None:
+    work = work_of(model, 4 * options.slots)
+    several = Adapters(model)
+    for number in range(4):
+        tuned = maxjax.lora.add(model, rank=16, key=jax.random.key(number))
+        several.add(str(number), updates_of(model, tuned), ())
+    for each in (None, several):  # compile
+        with_slots(model, work, options.slots, each)
+    ratios = []
+    for number in range(options.pairs):
+        ways = [None, several][:: 1 if number % 2 else -1]
+        found = {each: with_slots(model, work, options.slots, each)["tokens"] for each in ways}
+        ratios.append(found[several] / found[None])
+    print(f"adapters   tokens a second, four over none: {statistics.median(ratios):.2f}")
+
+
 def python(options: argparse.Namespace) -> None:
     config = maxjax.models.LlamaConfig(64, 8, 8, num_hidden_layers=1, num_attention_heads=1)
     model = maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
@@ -192,7 +219,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--type", default="BF16", choices=random_llama.DTYPES)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts")
-    parser.add_argument("--only", choices=("batches", "prefix", "python"))
+    parser.add_argument("--only", choices=("batches", "prefix", "adapters", "python"))
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.slots, options.pairs = 24, 4, 1
@@ -203,6 +230,8 @@ def main() -> None:
             batches(model, options)
         if options.only in (None, "prefix"):
             prefix(model, options)
+        if options.only in (None, "adapters"):
+            adapters(model, options)
     if options.only in (None, "python"):
         python(options)
 
