@@ -300,9 +300,8 @@ class Scheduler:
         read, least = before.tokens[: before.stored], len(text.tokens) - 1
         pairs = zip(read, text.tokens[:least], strict=False)
         count = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), least))
-        if text.text_length[1] != before.text_length[1] or (
-            self._is_recurrent and count < len(read)
-        ):
+        is_other = (text.text_length[1], text.loaded) != (before.text_length[1], before.loaded)
+        if is_other or (self._is_recurrent and count < len(read)):
             count = 0
         kept = self.pages.needed(count)
         self.pages.release(before.pages[kept:])
