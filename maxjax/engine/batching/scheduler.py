@@ -433,7 +433,8 @@ class Scheduler:
             self._mark_read(one, count)
         arrays = self._texts(texts, rows, finishes=[one.unread == 0 for one in texts])
         args = (ids, row_of_token, at, ends)
-        sampled = self._run(read_tokens, texts, arrays, *args, width=None, of_tokens=row_of_token)
+        of = (row_of_token, None)
+        sampled = self._run(read_tokens, texts, arrays, *args, width=None, rows=of)
         self._take_first(texts, sampled)
 
     def _parts(self, start: int, count: int) -> list[int]:
@@ -537,8 +538,8 @@ class Scheduler:
             return
         began, compiled = time.perf_counter(), _compiled()
         rows = self.slots if guesses.shape[1] == 1 else guesses.shape[0]
-        args = rows_of(texts, guesses)
-        found = self._run(verify, texts, self._texts(texts, rows), *args, width=None)
+        args, arrays = rows_of(texts, guesses), self._texts(texts, rows)
+        found = self._run(verify, texts, arrays, *args, width=None, rows=(args[1], args[1]))
         found = self._reported(found, texts)
         self._coming = _Dispatch(texts, found, 1, began, guesses, _compiled() > compiled)
 
@@ -684,11 +685,11 @@ class Scheduler:
         """Compiles the programs for tables of this width; returns their number."""
         count = 0
 
-        def run(program: Any, rows: int, *args: Any, **options: Any) -> None:
+        def run(program: Any, batch: int, *args: Any, **options: Any) -> None:
             nonlocal count
             count += 1
             options = {"width": None, "has_adapters": has_adapters, **options}
-            self._run(program, [], blank(rows), *args, **options)
+            self._run(program, [], blank(batch), *args, **options)
 
         def blank(rows: int) -> TextRows:
             bits = None if allowed is None else np.broadcast_to(allowed, (rows, len(allowed)))
@@ -700,14 +701,15 @@ class Scheduler:
             none = np.zeros(size, np.int32)
             if self._is_ragged:
                 ends = np.zeros(self.slots, np.int32)
-                run(read_tokens, self.slots, none, none, none - 1, ends, of_tokens=none)
+                run(read_tokens, self.slots, none, none, none - 1, ends, rows=(none, None))
             if not self._is_ragged or width * PAGE_SIZE > _RAGGED:
                 run(read, 1, none[None], np.zeros(1, np.int32), width=size)
         shapes = [] if self.speculation is None else self.speculation.shapes
         for rows, tokens in shapes:
             none = np.zeros(rows, np.int32)
             texts = self.slots if tokens == 1 else rows
-            run(verify, texts, np.zeros((rows, tokens), np.int32), none, none, none)
+            ids = np.zeros((rows, tokens), np.int32)
+            run(verify, texts, ids, none, none, none, rows=(none, none))
         for rows in self._row_counts() if not (shapes and self._is_exact) else ():
             none = np.zeros(rows, np.int32)
             run(decode, rows, none, none > 0, np.int32(1), np.int32(0))
@@ -716,12 +718,12 @@ class Scheduler:
     def _run(
         self, program: Any, texts: Sequence[RunningText], arrays: TextRows, *args: Any, width: int | None,
         counts: Callable[[Any], Any] = lambda _: None, keeps: bool = True,
-        of_tokens: np.ndarray | None = None, has_adapters: bool = False,
+        rows: tuple[np.ndarray | None, np.ndarray | None] = (None, None), has_adapters: bool = False,
     ) -> Any:  # fmt: skip
         """Dispatches a program, and keeps the memory that it returns.
 
         Args:
-            of_tokens: the row in ``arrays`` of each row of tokens, where the model is called with others.
+            rows: the text of each row of tokens that the model gets, and of each row of its logits; None: the texts.
             has_adapters: whether it is the model with adapters, if no text has one.
         """
         observer = self._observer
@@ -729,8 +731,8 @@ class Scheduler:
         if has_adapters or any(text.loaded is not None for text in texts):
             no = np.int32(-1)
             place = lambda text: no if text.loaded is None else text.loaded.place
-            rows = row_of(texts, len(arrays.slots), place, no)
-            observer = self.adapters.observer(rows if of_tokens is None else rows[of_tokens], rows)
+            places = row_of(texts, len(arrays.slots), place, no)
+            observer = self.adapters.observer(*(places if n is None else places[n] for n in rows))
         numbers = [text.number for text in texts]
         numbers += [0] * (len(arrays.slots) - len(numbers))
         with compiling(program.__name__, self.shows):

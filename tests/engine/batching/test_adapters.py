@@ -85,7 +85,13 @@ def submitted(engine, names=NAMES, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"slots": 1}, {"slots": 8}, {"slots": 3, "chunk": 64, "exact": True}]
+    "options",
+    [
+        {"slots": 1},
+        {"slots": 8},
+        {"slots": 3, "chunk": 64, "exact": True},
+        {"slots": 3, "chunk": 64, "exact": True, "speculation": "lookup"},
+    ],
 )
 def test_each_text_has_its_own_adapter(model, each, expected, options):
     with maxjax.Engine(model, adapters=each, **options) as engine:
