@@ -19,7 +19,7 @@ from .model import (
     system_message,
     template_variables,
 )
-from .options import file_path, positive, setting, size
+from .options import adapter, file_path, positive, setting, size
 from .tables import json_line
 from .terminal import decoded
 
@@ -50,6 +50,8 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
                      help="append a line of JSON for each answer; after an interrupt, run it again")  # fmt: skip
     job.add_argument("--slots", type=positive, metavar="N",
                      help="answers that are written at once (default: 32)")  # fmt: skip
+    job.add_argument("--adapter", action="append", type=adapter, default=[], metavar="NAME=FOLDER",
+                     help='a LoRA adapter, which a line names as its "adapter"; may be repeated')  # fmt: skip
     job.add_argument("--cache-bytes", type=size, metavar="SIZE",
                      help="size of the cache on each device, as 8GiB (default: 2,048 tokens a slot)")  # fmt: skip
 
@@ -62,8 +64,8 @@ def generate(options: argparse.Namespace) -> Iterable[str]:
     is_job = options.input is not None or options.output is not None
     if is_job:
         _check_job(options)
-    elif options.slots is not None or options.cache_bytes is not None:
-        options.error("--slots and --cache-bytes are for --input and --output")
+    elif options.slots is not None or options.cache_bytes is not None or options.adapter:
+        options.error("--slots, --adapter and --cache-bytes are for --input and --output")
     prompt = "" if is_job else _prompt(options)
     if options.logprobs is not None and not options.json:
         options.error("--logprobs needs --json")
@@ -130,7 +132,7 @@ def _run_job(options: argparse.Namespace, values: dict[str, Any]) -> list[str]:
     _, key = chosen_key(options, request.sampling)
     engine = Engine(
         opened.model, opened.tokenizer, slots=options.slots or 32, cache_bytes=options.cache_bytes,
-        chunk=options.chunk, cache_dtype=options.cache_dtype,
+        chunk=options.chunk, cache_dtype=options.cache_dtype, adapters=dict(options.adapter),
     )  # fmt: skip
     with engine:
         done = run_job(engine, options.input, options.output, key=key, **settings)

@@ -292,6 +292,19 @@ def variable(found: str) -> tuple[str, Any]:
         return name, value
 
 
+def adapter(found: str) -> tuple[str, str]:
+    """An adapter of a model, as (name, path of its folder).
+
+    Example:
+        >>> adapter("formal=adapters/formal")
+        ('formal', 'adapters/formal')
+    """
+    name, equals, path = found.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{short(found)}: it must have the form NAME=FOLDER")
+    return name, path
+
+
 def _checked(found: str, check: Callable[[str], Any], prefix: str) -> str:
     try:
         check(found)

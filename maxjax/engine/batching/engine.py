@@ -197,6 +197,8 @@ class Engine:
             RuntimeError: the engine is closed.
         """
         if adapter is not None:
+            if not isinstance(adapter, str):
+                raise TypeError(f"adapter must be a str, not {type(adapter).__name__}")
             self._worker.scheduler.adapters.find(adapter)
         request = Request(
             self.model, self.tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,

@@ -13,6 +13,7 @@ import queue
 import stat
 import time
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,8 @@ from .engine import Engine
 # Each line of answers begins with it, also one that was cut.
 _BEGINNING = b'{"index": '
 _KINDS = ("prompt", "messages", "tokens")
+# What an object may have beside one of them: any value, and an argument of submit.
+_ID, _ADAPTER = "id", "adapter"
 
 
 class JobResult(NamedTuple):
@@ -49,6 +52,7 @@ class _Line(NamedTuple):
     prompt: Any
     known: Mapping[str, Any]
     error: str | None
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 def run_job(
@@ -57,9 +61,10 @@ def run_job(
     """Answers the prompts of a file, and appends a line to another one as each answer ends.
 
     Each line of ``source`` is a JSON text, or an object with "prompt" (a text), "messages" (a chat) or "tokens" (token
-    ids), and perhaps with an "id" of any value. Each line of ``target`` is an object with "index", the number of the
-    prompt's line from 0 on, its "id" if it has one, and "text", "finish_reason", "prompt_tokens" and "tokens" (numbers
-    of tokens), or "error". Blank lines are skipped. Lines come in the order in which answers end.
+    ids), and perhaps with an "id" of any value, and with "adapter", the name of one of the engine's. Each line of
+    ``target`` is an object with "index", the number of the prompt's line from 0 on, its "id" if it has one, and "text",
+    "finish_reason", "prompt_tokens" and "tokens" (numbers of tokens), or "error". Blank lines are skipped. Lines come
+    in the order in which answers end.
 
     Args:
         engine: the engine.
@@ -132,7 +137,7 @@ class _Job:
             self._write_next()
         if line.error is not None:
             return self._write(line, {"error": line.error})
-        settings = dict(self._settings)
+        settings = {**self._settings, **line.settings}
         if settings.get("key") is not None:
             settings["key"] = jax.random.fold_in(settings["key"], line.number)
         try:
@@ -157,7 +162,7 @@ class _Job:
         self._open.remove(answer)
         try:
             found = answer.result()
-        except FloatingPointError as error:
+        except (FloatingPointError, UserInputError) as error:
             return self._write(line, {"error": first_line(error)})
         self.answers += 1
         self.tokens += len(found.tokens)
@@ -211,8 +216,8 @@ def _read_line(number: int, line: bytes) -> _Line:
         return _Line(number, found, {}, None)
     if not isinstance(found, dict):
         return _Line(number, None, {}, f"the line is neither a text nor an object: {shown(found)}")
-    known = {"id": found["id"]} if "id" in found else {}
-    unknown = sorted(found.keys() - {*_KINDS, "id"})
+    known, settings = ({name: found[name]} if name in found else {} for name in (_ID, _ADAPTER))
+    unknown = found.keys() - {*_KINDS, _ID, _ADAPTER}
     given = [kind for kind in _KINDS if kind in found]
     if unknown or len(given) != 1:
         problem = f"it has {', '.join(sorted(map(shown, found)))}"
@@ -220,9 +225,9 @@ def _read_line(number: int, line: bytes) -> _Line:
             number,
             None,
             known,
-            f"an object has one of {', '.join(_KINDS)}, and perhaps id: {problem}",
+            f"an object has one of {', '.join(_KINDS)}, and perhaps {_ID} and {_ADAPTER}: {problem}",
         )
-    return _Line(number, found[given[0]], known, None)
+    return _Line(number, found[given[0]], known, None, settings)
 
 
 def _written(file: Any, path: str | os.PathLike[str]) -> set[int]:

@@ -54,6 +54,25 @@ def test_each_kind_of_line(engine, tmp_path):
     assert (tmp_path / "out").read_bytes() == before
 
 
+def test_lines_name_their_adapters(tmp_path):
+    model, tokenizer = maxjax.load("tiny")
+    tuned = maxjax.lora.add(model, rank=2, key=jax.random.key(0))
+    for name, weight in tuned.raw_state_dict().items():
+        if "lora_B" in name:
+            weight.value = jax.random.normal(jax.random.key(1), weight.value.shape)
+    folder = maxjax.lora.save(tmp_path / "adapter", tuned)
+    names = ["new", None, "old", 3]
+    given = [{"prompt": "What is 1 + 2?", "adapter": name} for name in names]
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in given))
+    options = ["--adapter", f"new={folder}", "--max-new-tokens", "8", "--temperature", "0"]
+    files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert main(["generate", *files, *options]) == 0
+    found = {line["index"]: line for line in lines(tmp_path / "out")}
+    expected = maxjax.generate(tuned, tokenizer, "What is 1 + 2?", max_new_tokens=8)
+    assert found[0]["text"] == expected != found[1]["text"] == "1 + 2 = 3"
+    assert "no adapter 'old'" in found[2]["error"] and "must be a str" in found[3]["error"]
+
+
 def test_cut_anywhere(engine, tmp_path):
     """Whatever part of the answers is there, the rest is written, and the same as at once."""
     source, key = asked(tmp_path / "in", 9), jax.random.key(2)
