@@ -24,8 +24,10 @@ _GENERATE = _named(
     eos_ids="eos_token_id eos_token_ids stop_token_ids",
     logprobs="top_logprobs num_logprobs prompt_logprobs",
     n="num_return_sequences",
-    banned="suppress_tokens bad_words_ids",
-    logit_bias="sequence_bias",
+    banned="suppress_tokens",
+    bad_words="bad_words_ids",
+    top_n_sigma="nsigma top_nsigma",
+    typical_p="typ_p",
     temperature="temp tau",
     repetition_penalty="repeat_penalty repetition_context_penalty",
 )
@@ -65,7 +67,7 @@ _ADVICE = {
     "seed generator rng random_seed": "key=jax.random.key(seed)",
     "num_beams beam_size best_of early_stopping length_penalty":
         "n= and a temperature: there is no beam search",
-    "num_beam_groups no_repeat_ngram_size typical_p penalty_alpha":
+    "num_beam_groups penalty_alpha":
         "nothing: maxjax does not have it",
     "device_map device devices tensor_parallel_size n_gpu_layers max_memory":
         "mesh=maxjax.make_mesh(…) of maxjax.load",

@@ -354,10 +354,11 @@ def test_the_sampling_that_llama_cpp_s_converter_writes(caplog):
     found = sampling_config({
         "general.sampling.temp": float(np.float32(0.7)), "general.sampling.top_k": -1,
         "general.sampling.penalty_repeat": 1.1, "general.sampling.penalty_last_n": 0,
-        "general.sampling.xtc_probability": 0.5,
+        "general.sampling.xtc_probability": 0.5, "general.sampling.mirostat": 2,
     })  # fmt: skip
-    assert maxjax.Sampling.from_generation_config(found) == maxjax.Sampling(temperature=0.7)
-    assert "xtc_probability" in caplog.text
+    expected = maxjax.Sampling(temperature=0.7, xtc_probability=0.5)
+    assert maxjax.Sampling.from_generation_config(found) == expected
+    assert "mirostat" in caplog.text
     assert sampling_config({"general.sampling.temp": 0.0})["do_sample"] is False
     assert sampling_metadata({"temperature": 0.7}) == {}
     every = sampling_metadata({"do_sample": True, "top_k": 10**12})  # what the file cannot hold

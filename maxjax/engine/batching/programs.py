@@ -199,7 +199,7 @@ def _read(
 ) -> tuple[EngineMemory, Sampled]:  # fmt: skip
     """The memory after texts were read, and the sampled tokens after them."""
     found = sampled(logits, texts, last, texts.lengths, texts.written, words, how, shardings)
-    words = added(words, texts, found.tokens, texts.finishes)
+    words = added(words, texts, found.tokens, texts.lengths, texts.finishes)
     return placed(EngineMemory(pool, words), shardings), found
 
 
@@ -259,7 +259,7 @@ def decode(
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new[:, None], i, 1)
         keep = lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, i, 0)
         ended = jnp.any(tokens[:, None] == texts.settings.ends, axis=1)
-        words = added(state.memory.words, texts, tokens, active)
+        words = added(state.memory.words, texts, tokens, state.lengths, active)
         return _Decoding(
             i + 1,
             placed(EngineMemory(cache.pool, words), shardings),
@@ -304,6 +304,12 @@ def start_words(words: Words, slot: jax.Array, new: Words) -> Words:
     return jax.tree.map(lambda all_, one: all_.at[slot].set(one, mode="drop"), words, new)
 
 
+@partial(jax.jit, static_argnames=("count", "length"))
+def resized_words(words: Words, *, count: int, length: int) -> Words:
+    """The words with room for ``count`` sequences of ``length`` tokens in each slot."""
+    return words._replace(sequences=words.sequences.resized(count, length))
+
+
 def sampled(
     logits: jax.Array, texts: TextRows, last: jax.Array, lengths: jax.Array, written: jax.Array,
     words: Words | None, how: Choosing, shardings: Shardings,
@@ -319,13 +325,13 @@ def sampled(
 
 
 def added(
-    words: Words | None, texts: TextRows, tokens: jax.Array, is_new: jax.Array
+    words: Words | None, texts: TextRows, tokens: jax.Array, positions: jax.Array, is_new: jax.Array
 ) -> Words | None:
-    """The words with the new tokens of those texts that use them."""
+    """The words with the new tokens, at these positions, of those texts that use them."""
     if words is None:
         return None
     used = is_new & texts.settings.has_words
-    add = lambda words: words.added(texts.slots, tokens, used)
+    add = lambda words: words.added(texts.slots, tokens, positions, used)
     return jax.lax.cond(jnp.any(used), add, lambda words: words, words)
 
 

@@ -34,6 +34,7 @@ from ..generate.request import Prompt, Request
 from ..isolation import isolated
 from ..sampling.penalties import check_tokens
 from ..sampling.rows import RowSettings, uses_words
+from ..sampling.sequences import Sequences, sequences_of
 from .adapters import LoadedAdapter
 from .grammar import Matcher
 from .pages import Key
@@ -57,6 +58,7 @@ class RunningText:
         limit: largest number of tokens, the prompt included.
         settings: how tokens are chosen, as NumPy scalars.
         bias: what is added to logits, float32 ``[V]``; None for nothing.
+        sequences: the sequences of tokens that are biased or end repetitions; None for none.
         matcher: where the answer is in its grammar; None for an answer without one.
         number: the number of the text, for messages and captures.
         priority: texts with a smaller number are started first.
@@ -86,13 +88,14 @@ class RunningText:
 
     def __init__(
         self, partial: PartialCompletion, prompt: list[int], limit: int, settings: RowSettings, *,
-        bias: np.ndarray | None = None, matcher: Matcher | None = None, number: int = 0,
-        priority: int = 0, salt: bytes = b"", adapter: str | None = None,
+        bias: np.ndarray | None = None, sequences: Sequences | None = None, matcher: Matcher | None = None,
+        number: int = 0, priority: int = 0, salt: bytes = b"", adapter: str | None = None,
         told: Callable[[str], None] = lambda piece: None,
         ended: Callable[[RunningText], None] = lambda text: None, is_lazy: bool = False,
         after: RunningText | None = None,
     ):  # fmt: skip
         self.partial, self.limit, self.settings, self.bias = partial, limit, settings, bias
+        self.sequences = sequences
         self.prompt_length, self.tokens = len(prompt), list(prompt)
         self.number, self.priority, self.salt, self.matcher = number, priority, salt, matcher
         self.adapter = adapter
@@ -163,9 +166,10 @@ class RunningText:
                     f"prompt {self.number}: after {self.written} tokens of its answer, banned, logit_bias or "
                     "min_new_tokens exclude every token that its grammar allows"
                 )
+        or_banned = ", or no_repeat_ngram_size and bad_words exclude all" if self.sequences else ""
         return FloatingPointError(
-            f"after {self.written} tokens of the answer to prompt {self.number} the logits are NaN or infinite: no "
-            "token can be chosen. maxjax.first_nan(model, ids) names the layer"
+            f"after {self.written} tokens of the answer to prompt {self.number} the logits are NaN or infinite"
+            f"{or_banned}: no token can be chosen. maxjax.first_nan(model, ids) names the layer"
         )
 
     def _match(self, tokens: list[int]) -> None:
@@ -212,7 +216,9 @@ def running_text(
         typed = jnp.issubdtype(checked.dtype, jax.dtypes.prng_key)
         words = np.asarray(jax.random.key_data(checked) if typed else checked)[..., :2]
     ends = np.asarray(request.eos_ids, np.int32)
-    bias = None
+    bias = sequences = None
+    if sampling.needs_order:
+        sequences = sequences_of(sampling, size)
     if uses_words(sampling):
         check_tokens(sampling, size)
         bias = np.zeros(size, np.float32)
@@ -226,5 +232,6 @@ def running_text(
         request.limit(prompt.ids),
         settings,
         bias=bias,
+        sequences=sequences,
         **options,
     )

@@ -30,6 +30,7 @@ from ..generate.programs import MAX_STEPS, DispatchTokens
 from ..isolation import isolated
 from ..sampling.draw import Sampled
 from ..sampling.rows import MOST_LOGPROBS, Words
+from ..sampling.sequences import Sequences
 from .adapters import Adapters, LoadedAdapter
 from .grammar import mask_words
 from .pages import Pages
@@ -43,6 +44,7 @@ from .programs import (
     read,
     read_tokens,
     row_of,
+    resized_words,
     start_words,
 )
 from .running import RunningText, Stage
@@ -114,6 +116,9 @@ class Scheduler:
         pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
         self._is_recurrent = any(isinstance(group.kind, States) for group in model._groups.values())
         self.pages = Pages(pool.pages, PAGE_SIZE)
+        # Models with recurrent layers alone need no pages.
+        most = max(self._most_pages, pool.pages) * PAGE_SIZE
+        self._longest = min(model.max_length, most or model.max_length)
         # A row of recurrent states is that of the last token alone.
         self._shares = not self._is_recurrent
         leaves = jax.tree.leaves(pool)
@@ -337,26 +342,30 @@ class Scheduler:
     def _start_words(self, text: RunningText) -> None:
         assert text.slot is not None
         size = text.prompt_length
-        self._set_words(text.slot, text.tokens[:size], text.tokens[size:], text.bias)
+        prompt, answer = text.tokens[:size], text.tokens[size:]
+        self._set_words(text.slot, prompt, answer, text.bias, text.sequences)
 
     def _set_words(
-        self, slot: int, prompt: Sequence[int], answer: Sequence[int], bias: np.ndarray | None
-    ) -> None:
+        self, slot: int, prompt: Sequence[int], answer: Sequence[int], bias: np.ndarray | None = None,
+        sequences: Sequences | None = None,
+    ) -> None:  # fmt: skip
         """Sets the words of a slot."""
-        if self.memory.words is None:
-            self._make_words()
-        count = lambda ids: np.bincount(np.asarray(ids, np.int32), minlength=self._vocab_size)
-        bias = np.zeros(self._vocab_size, np.float32) if bias is None else bias
-        new = Words(count(prompt) > 0, count(answer).astype(np.int32), bias)
-        words = start_words(self.memory.words, np.int32(slot), new)
+        size, longest = self._vocab_size, self._longest
+        words = self.memory.words or self._placed_words(Words.empty(self.slots, size, longest))
+        new = Words.of(prompt, answer, bias, sequences, longest, size)
+        # Arrays of sequences grow with the largest request.
+        before = words.sequences.tokens.shape[1:]
+        count, length = map(max, before, new.sequences.tokens.shape)
+        if (count, length) != before:
+            words = self._placed_words(resized_words(words, count=count, length=length))
+        new = new._replace(sequences=new.sequences.resized(count, length))
+        words = start_words(words, np.int32(slot), new)
         self.memory = self.memory._replace(words=words)
 
-    def _make_words(self) -> None:
-        words = Words.empty(self.slots, self._vocab_size)
-        if self._shardings is not None:
-            whole = NamedSharding(self._shardings[0].mesh, PartitionSpec())
-            words = jax.device_put(words, whole)
-        self.memory = self.memory._replace(words=words)
+    def _placed_words(self, words: Words) -> Words:
+        if self._shardings is None:
+            return words
+        return jax.device_put(words, NamedSharding(self._shardings[0].mesh, PartitionSpec()))
 
     def _release(self, text: RunningText) -> None:
         """Takes slot and pages from a text."""
@@ -667,7 +676,7 @@ class Scheduler:
         every = np.full(mask_words(self._vocab_size), 2**32 - 1, np.uint32)
         for has_words in (True,) if had_words else (False, True):
             if has_words and not had_words:
-                self._set_words(self.slots, [], [], None)
+                self._set_words(self.slots, [], [])
             each = itertools.product(self._widths(longest), (None, every), self._adapter_programs())
             for width, allowed, has_adapters in each:
                 count += self._compile(width, allowed, has_adapters)

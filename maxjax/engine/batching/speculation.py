@@ -83,7 +83,7 @@ def verify(
     logits, ids = logits.reshape(rows * width, -1), ids.reshape(-1)
     found = sampled(logits, each, ids, positions, written, memory.words, how, shardings)
     real = (steps < counts[:, None]).reshape(-1)
-    words = added(memory.words, each, found.tokens, real)
+    words = added(memory.words, each, found.tokens, positions, real)
     return (placed(EngineMemory(cache.pool, words), shardings), found), taps
 
 

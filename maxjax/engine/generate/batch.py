@@ -82,6 +82,7 @@ class Batch:
         if cache_dtype is not None:
             cache_dtype = named_dtype("cache_dtype", cache_dtype)
         chunk = check_chunk(chunk)
+        _check_needs_no_order(sampling)
         self.model, self.sampling, self.chunk = model, sampling, chunk
         self.together = together or Lockstep("generate", ())
         self.observer = observer or ProgramObserver(model)
@@ -360,6 +361,17 @@ def check_chunk(chunk: Any) -> int:
     if not isinstance(chunk, Integral) or chunk < 1 or int(chunk) & (int(chunk) - 1):
         raise UserInputError(f"chunk is {chunk!r}: it must be a power of two")
     return int(chunk)
+
+
+def _check_needs_no_order(sampling: Sampling) -> None:
+    names = ("no_repeat_ngram_size", "bad_words", "sequence_bias", "dry_multiplier")
+    used = next((name for name in names if getattr(sampling, name)), None)
+    if used is not None:
+        raise UserInputError(
+            f"{used} is supported by maxjax.generate and maxjax.Engine in one process, on meshes that do not divide "
+            f"sequences, and not here: leave it out, or pass {used}={getattr(Sampling(), used)!r} if it comes from "
+            "generation_config.json"
+        )
 
 
 def _tokens(dispatches: Sequence[DispatchTokens], row: int) -> list[int]:

@@ -61,8 +61,9 @@ class GenerationDefaults:
     def to_file(self, config: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """The content of the ``generation_config.json`` to save; None if ``config.json`` says all of it.
 
-        Settings that were read and not changed are as they were. ``presence_penalty``, ``frequency_penalty`` and
-        ``logprobs``, for which the file has no keys, are not in it.
+        Settings that were read and not changed are as they were. ``presence_penalty``, ``frequency_penalty``,
+        ``logprobs``, ``top_n_sigma``, DRY, and ``bad_words`` that are texts, for which the file has no keys, are not
+        in it.
 
         Args:
             config: the content of ``config.json``.
@@ -88,10 +89,15 @@ class GenerationDefaults:
             found = {"do_sample": False}
         found |= {
             name: getattr(chosen, name)
-            for name in ("top_p", "min_p", "repetition_penalty", "min_new_tokens")
+            for name in _SAME_KEYS
             if getattr(chosen, name) != getattr(off, name)
         }
-        found |= {"sequence_bias": [[[i], bias] for i, bias in biases]} if chosen.logit_bias else {}
+        biases = [[[i], bias] for i, bias in biases]
+        of_sequences: Any = chosen.sequence_bias
+        biases += [[list(ids), bias] for ids, bias in of_sequences]
+        found |= {"sequence_bias": biases} if biases else {}
+        words = [list(word) for word in chosen.bad_words if not isinstance(word, str)]
+        found |= {"bad_words_ids": words} if words else {}
         found |= {"suppress_tokens": list(chosen.banned)} if chosen.banned else {}
         found |= {"max_new_tokens": self.max_new_tokens} if self.max_new_tokens else {}
         found |= {"max_length": self.max_length} if self.max_length else {}
@@ -101,10 +107,14 @@ class GenerationDefaults:
 
 
 # The keys of the file that GenerationDefaults has fields for.
-_READ = frozenset(
-    "do_sample temperature top_k top_p min_p repetition_penalty min_new_tokens sequence_bias suppress_tokens "
-    "bad_words_ids max_new_tokens max_length eos_token_id stop_strings".split()
+_SAME_KEYS = (
+    "top_p min_p repetition_penalty min_new_tokens no_repeat_ngram_size typical_p epsilon_cutoff eta_cutoff "
+    "xtc_probability xtc_threshold".split()
 )
+_READ = frozenset(
+    "do_sample temperature top_k sequence_bias suppress_tokens bad_words_ids max_new_tokens max_length eos_token_id "
+    "stop_strings".split()
+).union(_SAME_KEYS)
 
 
 def read_defaults(

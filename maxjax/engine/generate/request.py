@@ -18,7 +18,9 @@ from ...models.weights import model_facts
 from ...text.chat import apply_chat_template, is_message
 from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..sampling.penalties import check_tokens
+from ..sampling.sequences import check_sequences
 from ..sampling.settings import Sampling, eos_token_ids
+from ..sampling.texts import resolved
 from .batch import Batch, check_model
 from .completion import PartialCompletion
 from .defaults import GenerationDefaults, check_stops, chosen_sampling
@@ -68,7 +70,8 @@ class Request:
         self.template_kwargs = _template_kwargs(template_kwargs, chat)
         self._skip_special, self._has_warned = skip_special_tokens, False
         self._chat = _is_chat(chat, tokenizer, self.template_kwargs)
-        self.sampling = chosen_sampling(defaults, sampling, values)
+        chosen = chosen_sampling(defaults, sampling, values)
+        self.sampling = resolved(chosen, tokenizer, model.config.vocab_size)
         outside = [
             i
             for i in eos_token_ids({"eos_ids": eos_ids}, "eos_ids")
@@ -252,6 +255,7 @@ def _stops(stop: Any) -> tuple[str, ...]:
 def _check_choice(sampling: Sampling, eos_ids: Sequence[int], size: int) -> None:
     """Raises an error for ids outside the vocabulary, or if every token is excluded."""
     check_tokens(sampling, size)
+    check_sequences(sampling, size)
     never = {token for token, bias in dict(sampling.logit_bias).items() if bias == -math.inf}
     never.update(sampling.banned)
     if len(never) >= size:

@@ -21,6 +21,7 @@ import numpy as np
 
 from ...errors import UserInputError, some
 from ...kernels import explicit
+from .filters import RareFilters, bisected, near_the_top, rarely_kept
 from .penalties import History, adjusted, without_padding
 from .settings import GREEDY, Amounts, Sampling
 
@@ -114,7 +115,7 @@ def process_logits(
     """The logits that :func:`sample` draws from, float32 ``[B, V]``, with -inf for excluded tokens.
 
     They are shifted so that the largest of each row is 0. Greedy settings exclude banned tokens
-    only.
+    only. XTC, which is random, is not applied unless its probability is 1.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
@@ -128,6 +129,8 @@ def process_logits(
         values = scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
         if not settings.is_filtered:
             return values
+        if settings.has_rare_filters:
+            return _filtered(values, filters(settings, amounts, size), amounts.rare_filters, 1.0)
         return _kept(values, threshold_of(values, *filters(settings, amounts, size)))
 
     run = explicit.automatic(process, explicit.mesh_of(logits), explicit.entries(logits))
@@ -175,7 +178,10 @@ def _choose(
         tokens = first_equal(values, top, columns_of(values))
     else:
         divided = scaled(values, top, amounts.temperature)
-        if settings.is_filtered:
+        usual = filters(settings, amounts, values.shape[1])
+        if settings.has_rare_filters:
+            tokens = _drawn_of_all(divided, keys, usual, amounts.rare_filters)
+        elif settings.is_filtered:
             tokens = _gumbel_argmax_filtered(divided, keys, settings, amounts)
         else:
             tokens = _gumbel_argmax(divided, columns_of(divided), keys)
@@ -225,8 +231,29 @@ def _drawn_of_candidates(
     return jax.lax.cond(jnp.all(exact), from_few, from_all)
 
 
+def _filtered(
+    values: jax.Array, usual: tuple[Any, Any, Any], rare: RareFilters, chance: Any
+) -> jax.Array:
+    """The values with -inf for what any filter excludes; XTC where ``chance`` is at most its probability."""
+    values = near_the_top(values, rare.top_n_sigma)
+    return rarely_kept(_kept(values, threshold_of(values, *usual)), rare, chance)
+
+
+def _drawn_of_all(
+    values: jax.Array, keys: jax.Array, usual: tuple[Any, Any, Any], rare: RareFilters
+) -> jax.Array:
+    """The tokens drawn where some filter needs all of the values."""
+    chance = _uniform(_words(keys, jnp.full((keys.shape[0], 1), _XTC, jnp.uint32)))
+    return _gumbel_argmax(_filtered(values, usual, rare, chance), columns_of(values), keys)
+
+
 def choose_drawn(
-    values: jax.Array, keys: jax.Array, top_k: jax.Array, top_p: jax.Array, least: jax.Array
+    values: jax.Array,
+    keys: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    least: jax.Array,
+    rare: RareFilters,
 ) -> jax.Array:
     """The tokens drawn from ``values`` ``[B, V]``, where each row has its own filters, arrays ``[B, 1]``.
 
@@ -234,6 +261,7 @@ def choose_drawn(
         values: logits divided by the temperature, of which the largest of a row is 0.
         keys: the key of each row at its position, uint32 ``[B, 2]``.
         top_k, top_p, least: as for :func:`threshold_of`; V, 1 and -inf are off.
+        rare: the other filters.
     """
     width = values.shape[1]
     is_filtered = (top_k < width) | (top_p < 1) | (least > -jnp.inf)
@@ -244,7 +272,11 @@ def choose_drawn(
     def plain() -> jax.Array:
         return _gumbel_argmax(values, columns_of(values), keys)
 
-    return jax.lax.cond(jnp.any(is_filtered), filtered, plain)
+    def rarely() -> jax.Array:
+        return _drawn_of_all(values, keys, (top_k, top_p, least), rare)
+
+    which = jnp.where(jnp.any(rare.is_used), 2, jnp.any(is_filtered).astype(jnp.int32))
+    return jax.lax.switch(which, [plain, filtered, rarely])
 
 
 def filters(settings: Sampling, amounts: Amounts, width: int) -> tuple[Any, Any, Any]:
@@ -318,10 +350,24 @@ def row_keys(
 
 def _gumbel(words: jax.Array, tokens: jax.Array) -> jax.Array:
     """Standard Gumbel noise ``[B, N]``: a function of each row's key and each token's id."""
+    return standard_gumbel(_words(words, tokens))
+
+
+# No token has this id.
+_XTC = 2**32 - 1
+
+
+def _words(words: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Random bits uint32 ``[B, N]``: a function of each row's key and each number."""
     keys = jax.random.wrap_key_data(words, impl="threefry2x32")
-    folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, tokens)
+    folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, numbers)
     # A folded key is itself 64 random bits, so none are drawn from it.
-    return standard_gumbel(jax.random.key_data(folded)[..., 0])
+    return jax.random.key_data(folded)[..., 0]
+
+
+def _uniform(bits: jax.Array) -> jax.Array:
+    """Numbers from 0 to 1 of 32 random bits each, never 0; the smallest are dense."""
+    return (bits.astype(jnp.float32) + 0.5) * 2.0**-32
 
 
 def standard_gumbel(bits: jax.Array) -> jax.Array:
@@ -332,8 +378,7 @@ def standard_gumbel(bits: jax.Array) -> jax.Array:
         '0.3665'
     """
     # The numbers near 0 decide which of many tokens wins, and floats are dense there.
-    uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
-    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
+    return -jnp.log(-jnp.log1p(-jnp.minimum(_uniform(bits), 1 - 2.0**-24)))
 
 
 def _checked_size(logits: jax.Array, vocab_size: int | None) -> int:
@@ -358,8 +403,6 @@ MOST_CANDIDATES = 1024
 # In a row of at least _WIDE columns, the largest logits are searched in the blocks with the largest
 # maxima, which takes about half the time.
 _BLOCK, _WIDE = 64, 65536
-# The bits of infinity in float32; bisection over the bits of positive floats takes 31 steps.
-_INFINITY, _BISECTIONS = 0x7F800000, 31
 
 
 def candidate_count(settings: Sampling, width: int) -> int:
@@ -459,32 +502,12 @@ def threshold_of(values: jax.Array, top_k: Any, top_p: Any, least: Any) -> jax.A
     weights = jnp.exp(values)
     if top_k is not None:
         limit = jnp.broadcast_to(jnp.asarray(top_k, jnp.float32), threshold.shape)
-        kth = _bisected(values, jnp.ones_like(values), limit)
+        kth = bisected(values, jnp.ones_like(values), limit)
         kth = jnp.where(limit < values.shape[1], kth, -jnp.inf)
         weights = jnp.where(values >= kth, weights, 0.0)
         threshold = jnp.maximum(threshold, kth)
     if top_p is not None:
         limit = top_p * jnp.sum(weights, axis=1, keepdims=True)
-        nucleus = _bisected(values, weights, limit)
+        nucleus = bisected(values, weights, limit)
         threshold = jnp.maximum(threshold, jnp.where(jnp.asarray(top_p) < 1, nucleus, -jnp.inf))
     return threshold
-
-
-def _bisected(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
-    """The smallest number for which the weights of all larger values sum to less than ``limit``."""
-
-    # Every value is at most 0, and floats of one sign are in the order of their bits.
-    def number(bits: jax.Array) -> jax.Array:
-        return -jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low + 1) // 2
-        above = jnp.sum(jnp.where(values > number(middle), weights, 0.0), axis=1, keepdims=True)
-        light = above < limit
-        return jnp.where(light, middle, low), jnp.where(light, high, middle - 1)
-
-    # The largest value, 0, has nothing above it, so it is always kept.
-    bounds = jnp.zeros(limit.shape, jnp.int32), jnp.full(limit.shape, _INFINITY, jnp.int32)
-    low, _ = jax.lax.fori_loop(0, _BISECTIONS, halve, bounds)
-    return number(low)

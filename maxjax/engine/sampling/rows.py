@@ -3,11 +3,13 @@
 What no row uses is not computed: it stands under ``lax.cond``. A row gets the token that :func:`~.draw.sample` gives it
 with the same settings, key and position.
 
-Shapes: B rows, V tokens of the vocabulary, E tokens that end a text, R rows of :class:`Words`.
+Shapes: B rows, V tokens of the vocabulary, E tokens that end a text, R rows of :class:`Words`, L tokens of the longest
+text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .draw import Sampled, choose_drawn, columns_of, first_equal, row_keys, scaled, top_logprobs
+from .filters import RareFilters
 from .penalties import penalised
+from .sequences import Repeats, Sequences, biased, without_repeats
 from .settings import Sampling
 
 MOST_LOGPROBS = 20
@@ -32,6 +36,8 @@ class RowSettings(NamedTuple):
         least: the smallest shifted logit that min-p keeps; -inf is off.
         repetition_penalty, presence_penalty, frequency_penalty: as in Sampling.
         min_new_tokens: as in Sampling, int32.
+        others: the settings that few requests use, those of ``RareFilters`` and then those of ``Repeats``, float32
+            ``[B, 10]``: one array, as arrays cost more than numbers.
         has_words: whether the row uses its row of :class:`Words`: penalties, a bias or bans.
         has_logprobs: whether log-probabilities are reported.
         keys: words of the random key of each row's request, uint32 ``[B, 2]``.
@@ -47,6 +53,7 @@ class RowSettings(NamedTuple):
     presence_penalty: Any
     frequency_penalty: Any
     min_new_tokens: Any
+    others: Any
     has_words: Any
     has_logprobs: Any
     keys: Any
@@ -72,39 +79,85 @@ class RowSettings(NamedTuple):
             np.int32(min(sampling.top_k or vocab_size, vocab_size)),
             f(amounts.top_p), f(amounts.least), f(amounts.repetition_penalty),
             f(amounts.presence_penalty), f(amounts.frequency_penalty),
-            np.int32(sampling.min_new_tokens), np.bool_(uses_words(sampling)),
+            np.int32(sampling.min_new_tokens), _others(sampling), np.bool_(uses_words(sampling)),
             np.bool_(sampling.logprobs is not None), key, np.int32(number), ends,
         )  # fmt: skip
 
+    @property
+    def rare_filters(self) -> RareFilters:
+        """The filters that few requests use, arrays ``[B, 1]``."""
+        return RareFilters(*jnp.split(self.others, self.others.shape[1], axis=1)[:_RARE])
+
+    @property
+    def repeats(self) -> Repeats:
+        """The settings about repetitions, arrays ``[B, 1]``."""
+        return Repeats(*jnp.split(self.others, self.others.shape[1], axis=1)[_RARE:])
+
+
+_RARE = len(RareFilters._fields)
+
+
+def _others(sampling: Sampling) -> np.ndarray:
+    # Greedy sampling has no filters.
+    filters = RareFilters() if sampling.is_greedy else sampling.amounts.rare_filters
+    return np.asarray([*filters, *Repeats.of(sampling)], np.float32)
+
 
 class Words(NamedTuple):
-    """What penalties, biases and bans need for each token of the vocabulary. A pytree of 9 bytes per row and token.
+    """What penalties, biases and bans need. A pytree of 10 bytes per row and token of the vocabulary, and the texts.
 
     Attributes:
         prompt: whether the token is in the prompt, bool ``[R, V]``.
         counts: how often it is in the answer so far, int32 ``[R, V]``.
         bias: what is added to its logit, float32 ``[R, V]``; -inf bans it.
+        text: the tokens so far, prompt and answer, int32 ``[R, L]``.
+        sequences: those that are biased or banned, and those that end repetitions.
     """
 
     prompt: Any
     counts: Any
     bias: Any
+    text: Any
+    sequences: Sequences
 
     @staticmethod
-    def empty(rows: int, vocab_size: int) -> Words:
-        """The words of rows without tokens.
+    def empty(rows: int, vocab_size: int, longest: int) -> Words:
+        """The words of rows without tokens, for texts of at most ``longest`` of them.
 
         Example:
-            >>> Words.empty(2, 5).bias.shape
+            >>> Words.empty(2, 5, 9).bias.shape
             (2, 5)
         """
+        none = jax.tree.map(lambda a: jnp.stack([a] * rows), Sequences.of([], [], vocab_size))
         shape = (rows, vocab_size)
-        return Words(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+        return Words(
+            jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32), jnp.zeros(shape),
+            jnp.zeros((rows, longest), jnp.int32), none,
+        )  # fmt: skip
 
-    def added(self, rows: jax.Array, tokens: jax.Array, is_new: jax.Array) -> Words:
+    @staticmethod
+    def of(
+        prompt: Sequence[int], answer: Sequence[int], bias: np.ndarray | None, sequences: Sequences | None,
+        longest: int, vocab_size: int,
+    ) -> Words:  # fmt: skip
+        """The words of one text, as NumPy arrays without the first axis."""
+        count = lambda ids: np.bincount(np.asarray(ids, np.int32), minlength=vocab_size)
+        text = np.zeros(longest, np.int32)
+        text[: len(prompt) + len(answer)] = [*prompt, *answer]
+        return Words(
+            count(prompt) > 0, count(answer).astype(np.int32),
+            np.zeros(vocab_size, np.float32) if bias is None else bias, text,
+            Sequences.of([], [], vocab_size) if sequences is None else sequences,
+        )  # fmt: skip
+
+    def added(
+        self, rows: jax.Array, tokens: jax.Array, positions: jax.Array, is_new: jax.Array
+    ) -> Words:
         """A copy with one more token of the answer in those of the ``rows`` ``[B]`` for which ``is_new`` is True."""
         counts = self.counts.at[rows, tokens].add(is_new.astype(jnp.int32), mode="drop")
-        return self._replace(counts=counts)
+        place = jnp.where(is_new, positions, self.text.shape[1])
+        text = self.text.at[rows, place].set(tokens, mode="drop")
+        return self._replace(counts=counts, text=text)
 
 
 def uses_words(sampling: Sampling) -> bool:
@@ -114,7 +167,8 @@ def uses_words(sampling: Sampling) -> bool:
         >>> uses_words(Sampling(temperature=0.5)), uses_words(Sampling(banned=[3]))
         (False, True)
     """
-    return sampling.needs_history or bool(sampling.banned) or bool(sampling.logit_bias)
+    of_tokens = bool(sampling.banned) or bool(sampling.logit_bias)
+    return sampling.needs_history or sampling.needs_order or of_tokens
 
 
 def sample_rows(
@@ -148,7 +202,7 @@ def sample_rows(
         >>> key, ends = np.zeros(2, np.uint32), np.full(1, -1, np.int32)
         >>> each = [RowSettings.of(Sampling(banned=b), key, 0, ends, 3) for b in ((), (1,))]
         >>> settings = jax.tree.map(lambda *a: jnp.stack(a), *each)
-        >>> words = Words.empty(2, 3)._replace(bias=jnp.array([[0, 0, 0], [0, -jnp.inf, 0]]))
+        >>> words = Words.empty(2, 3, 9)._replace(bias=jnp.array([[0, 0, 0], [0, -jnp.inf, 0]]))
         >>> zeros = jnp.zeros(2, jnp.int32)
         >>> sample_rows(logits, settings, zeros, zeros, words, jnp.arange(2)).tokens.tolist()
         [1, 2]
@@ -157,7 +211,7 @@ def sample_rows(
     if words is not None and rows is not None:
         values = jax.lax.cond(
             jnp.any(settings.has_words), _adjusted, lambda values, *_: values,
-            values, settings, words, rows,
+            values, settings, words, rows, positions,
         )  # fmt: skip
     early = written < settings.min_new_tokens
     values = jax.lax.cond(
@@ -179,7 +233,8 @@ def sample_rows(
         temperature = jnp.where(is_drawn, settings.temperature, 1.0)[:, None]
         shifted = scaled(values, top, temperature)
         of_rows = (settings.top_k, settings.top_p, settings.least)
-        found = choose_drawn(shifted, keys, *(a[:, None] for a in of_rows))
+        top_k, top_p, least = (a[:, None] for a in of_rows)
+        found = choose_drawn(shifted, keys, top_k, top_p, least, settings.rare_filters)
         return jnp.where(is_drawn, found, greedy)
 
     tokens = jax.lax.cond(jnp.any(is_drawn), drawn, lambda values: greedy, values)
@@ -197,16 +252,38 @@ def sample_rows(
     return Sampled(tokens, valid, *reported)
 
 
-def _adjusted(values: jax.Array, settings: RowSettings, words: Words, rows: jax.Array) -> jax.Array:
-    prompt, counts, bias = (jnp.take(a, rows, axis=0, mode="clip") for a in words)
+def _adjusted(
+    values: jax.Array, settings: RowSettings, words: Words, rows: jax.Array, positions: jax.Array
+) -> jax.Array:
+    prompt, counts, bias = (
+        jnp.take(a, rows, axis=0, mode="clip") for a in (words.prompt, words.counts, words.bias)
+    )
+    repeats = settings.repeats
+
+    def of_rows() -> tuple[Sequences, jax.Array]:
+        each = words.sequences, words.text
+        return jax.tree.map(lambda a: jnp.take(a, rows, axis=0, mode="clip"), each)
+
+    def with_biases(values: jax.Array) -> jax.Array:
+        sequences, text = of_rows()
+        return biased(values, sequences, text, positions)
+
+    def with_repeats(values: jax.Array) -> jax.Array:
+        sequences, text = of_rows()
+        return without_repeats(values, repeats, sequences, text, positions)
+
+    unchanged = lambda values: values
+    found = values + bias
+    found = jax.lax.cond(jnp.any(words.sequences.bias != 0), with_biases, unchanged, found)
     found = penalised(
-        values + bias,
+        found,
         prompt,
         counts,
         settings.repetition_penalty[:, None],
         settings.frequency_penalty[:, None],
         settings.presence_penalty[:, None],
     )
+    found = jax.lax.cond(jnp.any(repeats.are_used), with_repeats, unchanged, found)
     found = jnp.where(jnp.isneginf(bias), -jnp.inf, found)
     return jnp.where(settings.has_words[:, None], found, values)
 

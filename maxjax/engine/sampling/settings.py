@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ...elsewhere import meant
 from ...errors import UnknownArgumentError, UserInputError
 from ...rendering.row import short
+from .filters import RareFilters
 
 _LOG = logging.getLogger("maxjax")
 _LAST_TOKEN = 2**31 - 1
@@ -32,6 +33,7 @@ class Amounts(NamedTuple):
         least: the smallest shifted logit that min-p keeps: the logarithm of ``min_p``.
         repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens: the same as in
             Sampling.
+        top_n_sigma, typical_p, epsilon_cutoff, eta_cutoff, xtc_probability, xtc_threshold: the same as in Sampling.
     """
 
     temperature: Any
@@ -41,18 +43,29 @@ class Amounts(NamedTuple):
     presence_penalty: Any
     frequency_penalty: Any
     min_new_tokens: Any
+    top_n_sigma: Any
+    typical_p: Any
+    epsilon_cutoff: Any
+    eta_cutoff: Any
+    xtc_probability: Any
+    xtc_threshold: Any
+
+    @property
+    def rare_filters(self) -> RareFilters:
+        """The filters that few requests use."""
+        return RareFilters(*(getattr(self, name) for name in RareFilters._fields))
 
 
 @dataclass(frozen=True)
 class Sampling:
     """The settings by which the next token is chosen. Hashable, hence static under jit.
 
-    They apply in transformers' order: logit bias, repetition penalty, then presence and frequency
-    penalty, banned tokens, temperature, top-k, top-p, min-p.
+    They apply in transformers' order: biases, repetition penalty, then presence and frequency penalty, DRY, bans,
+    temperature, top-n-sigma, top-k, top-p, min-p, typical, epsilon, eta, XTC.
 
     Attributes:
         temperature: the divisor of the logits. 0 is greedy: the most probable token (the first, if
-            several are equal), without top-k, top-p and min-p.
+            several are equal), without the filters from top-k to XTC.
         top_k: the number of most probable tokens that are kept, with all that equal the last; 0 is off.
         top_p: the probability that the most probable tokens, which are kept, together reach; 1 is off.
         min_p: the smallest probability of a kept token, as a fraction of that of the most probable
@@ -69,6 +82,27 @@ class Sampling:
             may be chosen; stop strings end it even earlier. 0 is off.
         logprobs: the number of most probable tokens that are reported, with log-probabilities, in
             addition to the chosen one; 0 for the chosen one alone, None for no report.
+        typical_p: the probability of the tokens that are kept, those whose information is nearest to its mean
+            (locally typical sampling, as in transformers); 1 is off.
+        epsilon_cutoff: the smallest probability of a kept token; 0 is off.
+        eta_cutoff: the same, but smaller where the distribution is flat (eta sampling, as in transformers); 0 is off.
+        top_n_sigma: logits this many standard deviations below the largest are excluded (as in llama.cpp); 0 is off.
+        xtc_probability: how often XTC is applied (as in llama.cpp): of the tokens that are at least as probable as
+            ``xtc_threshold``, only the least probable stays; 0 is off.
+        xtc_threshold: that probability.
+        no_repeat_ngram_size: the number of tokens that never come in the same order twice, in prompt and answer
+            together (as in transformers); 0 is off.
+        bad_words: sequences that never come in the answer or at its border with the prompt: each a text or token ids.
+            A text is meant with and without a space before it, as in vLLM. The last token of a sequence is banned
+            where the others precede it.
+        sequence_bias: numbers by sequences of token ids, each added to the logit of the last token where the others
+            precede it (as in transformers). Stored as sorted pairs.
+        dry_multiplier: the strength of the DRY penalty (as in llama.cpp). A token that would continue a repetition of
+            ``n`` tokens, at least ``dry_allowed_length`` of them, gets ``dry_multiplier * dry_base ** (n -
+            dry_allowed_length)`` subtracted from its logit; 0 is off.
+        dry_base, dry_allowed_length: the base, and that number of tokens.
+        dry_sequence_breakers: texts or token ids beyond which a repetition does not reach; None for llama.cpp's:
+            the end of a line, ``:``, ``"`` and ``*``.
 
     Raises:
         UserInputError: a value is out of range; the message has the field, the value and the range.
@@ -93,6 +127,19 @@ class Sampling:
     banned: Iterable[int] = ()
     logprobs: int | None = None
     min_new_tokens: int = 0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    no_repeat_ngram_size: int = 0
+    bad_words: Iterable[str | Iterable[int]] = ()
+    sequence_bias: Mapping[tuple[int, ...], float] | tuple[tuple[tuple[int, ...], float], ...] = ()
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: Iterable[str | Iterable[int]] | None = None
 
     def __new__(cls, *_: Any, **values: Any) -> Sampling:
         names = [field.name for field in fields(cls)]
@@ -104,14 +151,21 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, (lowest, highest, text) in _RANGES.items():
             self._set(name, _number(name, getattr(self, name), lowest, highest, text))
-        if self.repetition_penalty == 0:
-            raise _refused("repetition_penalty", 0, _RANGES["repetition_penalty"][2])
-        for name in ("top_k", "min_new_tokens"):
+        for name in ("repetition_penalty", "typical_p"):
+            if getattr(self, name) == 0:
+                raise _refused(name, 0, _RANGES[name][2])
+        for name in ("top_k", "min_new_tokens", "no_repeat_ngram_size"):
             self._set(name, _count(name, getattr(self, name), "(0: off)"))
+        self._set("dry_allowed_length", _count("dry_allowed_length", self.dry_allowed_length))
         if self.logprobs is not None:
             self._set("logprobs", _count("logprobs", self.logprobs, "or None (nothing reported)"))
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("banned", _tokens("banned", self.banned))
+        self._set("bad_words", _sequences("bad_words", self.bad_words))
+        self._set("sequence_bias", _biases_of_sequences(self.sequence_bias))
+        if self.dry_sequence_breakers is not None:
+            breakers = _sequences("dry_sequence_breakers", self.dry_sequence_breakers)
+            self._set("dry_sequence_breakers", breakers)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the way to set a field of a frozen dataclass
@@ -123,8 +177,21 @@ class Sampling:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k, top-p or min-p exclude some tokens."""
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether top-k, top-p, min-p or a rarer filter exclude some tokens."""
+        usual = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return not self.is_greedy and (usual or self.has_rare_filters)
+
+    @property
+    def has_rare_filters(self) -> bool:
+        """Whether one of the filters is used that few requests use."""
+        cuts = self.epsilon_cutoff, self.eta_cutoff, self.top_n_sigma, self.xtc_probability
+        return not self.is_greedy and (self.typical_p < 1 or any(cuts))
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether the order of the tokens so far decides: bans, biases or penalties of sequences."""
+        of_sequences = bool(self.bad_words) or bool(self.sequence_bias)
+        return of_sequences or self.no_repeat_ngram_size > 0 or self.dry_multiplier > 0
 
     @property
     def needs_history(self) -> bool:
@@ -150,6 +217,7 @@ class Sampling:
             self.presence_penalty,
             self.frequency_penalty,
             self.min_new_tokens,
+            *(getattr(self, name) for name in RareFilters._fields),
         )
 
     @property
@@ -162,7 +230,8 @@ class Sampling:
             >>> Sampling(temperature=0.5).kind == Sampling(temperature=0.5, top_p=0.8).kind
             False
         """
-        unused = {"temperature", "top_k", "top_p", "min_p"} if self.is_greedy else set()
+        drawn = {"temperature", "top_k", "top_p", "min_p", *RareFilters._fields}
+        unused = drawn if self.is_greedy else set()
         off = {field.name: field.default for field in fields(self)}
         numbers = {
             name: off[name] if name in unused or getattr(self, name) == off[name] else 0.5
@@ -195,14 +264,14 @@ class Sampling:
         unsupported = _unsupported(config, do_sample)
         banned = list(_tokens("suppress_tokens", _given(config, "suppress_tokens", ())))
         eos = eos_token_ids(config)
-        for word in _lists(config, "bad_words_ids"):
-            ids = _tokens("bad_words_ids", word)
-            if len(ids) > 1 or len(word) > 1:
-                unsupported.append("bad_words_ids of several tokens")
+        words = []
+        for word in filter(None, _lists(config, "bad_words_ids")):
+            ids = _ids("bad_words_ids", word)
+            if len(ids) > 1:
+                words.append(ids)
             else:  # transformers never bans an end-of-text token here
                 banned += [token for token in ids if token not in eos]
-        bias, several = _sequence_bias(config)
-        unsupported += several
+        bias, of_sequences = _sequence_bias(config)
         if unsupported:
             names = ", ".join(dict.fromkeys(unsupported))
             _LOG.warning("the generation config has settings that are not supported: %s", names)
@@ -212,12 +281,16 @@ class Sampling:
             "top_k": 0 if top_k == -1 else top_k,  # -1 is vLLM's "off"
             "top_p": _given(config, "top_p", 1.0),
             "min_p": _given(config, "min_p", 0.0),
+            **{name: config[name] for name in _RARE_KEYS if config.get(name) is not None},
         }
         return Sampling(
             repetition_penalty=_given(config, "repetition_penalty", 1.0),
             logit_bias=bias,
             banned=banned,
             min_new_tokens=_given(config, "min_new_tokens", 0),
+            no_repeat_ngram_size=_given(config, "no_repeat_ngram_size", 0),
+            bad_words=words,
+            sequence_bias=of_sequences,
             **(drawing if do_sample else {}),
         )
 
@@ -246,6 +319,14 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "repetition_penalty": (0, math.inf, "it must be a number above 0 (1: off)"),
     "presence_penalty": (-2, 2, "it must be a number from -2 to 2 (0: off)"),
     "frequency_penalty": (-2, 2, "it must be a number from -2 to 2 (0: off)"),
+    "typical_p": (0, 1, "it must be a number above 0 and at most 1 (1: off)"),
+    "epsilon_cutoff": (0, 1, "it must be a number from 0 to 1 (0: off)"),
+    "eta_cutoff": (0, 1, "it must be a number from 0 to 1 (0: off)"),
+    "top_n_sigma": (0, _LARGEST, "it must be a number of at least 0 (0: off)"),
+    "xtc_probability": (0, 1, "it must be a number from 0 to 1 (0: off)"),
+    "xtc_threshold": (0, 1, "it must be a number from 0 to 1"),
+    "dry_multiplier": (0, _LARGEST, "it must be a number of at least 0 (0: off)"),
+    "dry_base": (1, _LARGEST, "it must be a number of at least 1"),
 }
 
 
@@ -274,9 +355,9 @@ def _is_index(value: Any) -> bool:
     return is_integer and 0 <= int(value) <= _LAST_TOKEN
 
 
-def _count(name: str, value: Any, rest: str) -> int:
+def _count(name: str, value: Any, rest: str = "") -> int:
     if not _is_index(value):
-        raise _refused(name, value, f"it must be an integer of at least 0 {rest}")
+        raise _refused(name, value, f"it must be an integer of at least 0 {rest}".rstrip())
     return int(value)
 
 
@@ -292,6 +373,61 @@ def _tokens(name: str, values: Any) -> tuple[int, ...]:
     return tuple(sorted({_token(name, value) for value in values}))
 
 
+Sequence = str | tuple[int, ...]
+"""A text or token ids."""
+
+
+def _sequences(name: str, values: Any) -> tuple[Sequence, ...]:
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise _refused(name, values, "it must be a list of texts or of lists of token ids")
+    return tuple(dict.fromkeys(_sequence(name, value) for value in values))
+
+
+def _sequence(name: str, value: Any) -> Sequence:
+    expected = "each must be a text or a list of token ids, and not empty"
+    if isinstance(value, str):
+        if not value:
+            raise _refused(name, value, expected)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _refused(name, value, "it must be valid Unicode") from None
+        return value
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _refused(name, value, expected)
+    found = _ids(name, value)
+    if not found:
+        raise _refused(name, value, expected)
+    return found
+
+
+def _ids(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+    """Token ids in their order."""
+    return tuple(_token(name, one) for one in values)
+
+
+def _biases_of_sequences(values: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    expected = "it must be a dict from tuples of token ids to numbers"
+    pairs = values.items() if isinstance(values, Mapping) else values
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise _refused("sequence_bias", values, expected)
+    found: dict[tuple[int, ...], float] = {}
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or isinstance(pair[0], str):
+            raise _refused("sequence_bias", values, expected)
+        sequence = _sequence("sequence_bias", pair[0])
+        assert isinstance(sequence, tuple)
+        found[sequence] = _bias("sequence_bias", pair[1], f"for {sequence}")
+    return tuple(sorted(found.items()))
+
+
+def _bias(name: str, bias: Any, what: str) -> float:
+    if isinstance(bias, Real) and bias == -math.inf:
+        return -math.inf
+    text = f"{what} it must be a float32 number or minus infinity"
+    return _number(name, bias, -_LARGEST, _LARGEST, text)
+
+
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
     expected = "it must be a dict from token ids to numbers"
     pairs = values.items() if isinstance(values, Mapping) else values
@@ -301,12 +437,8 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise _refused("logit_bias", values, expected)
-        token, bias = _token("logit_bias", pair[0]), pair[1]
-        banning = isinstance(bias, Real) and bias == -math.inf
-        text = f"for token {token} it must be a float32 number or minus infinity"
-        found[token] = (
-            -math.inf if banning else _number("logit_bias", bias, -_LARGEST, _LARGEST, text)
-        )
+        token = _token("logit_bias", pair[0])
+        found[token] = _bias("logit_bias", pair[1], f"for token {token}")
     return tuple(sorted(found.items()))
 
 
@@ -320,7 +452,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (0,),
     "guidance_scale": (1,),
     "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "min_length": (0,),
     "forced_bos_token_id": (),
@@ -336,12 +467,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED_IN_DRAWING: dict[str, tuple[Any, ...]] = {
     "top_h": (),
-    "typical_p": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "xtc_probability": (0,),  # this and the next are llama.cpp's
-    "mirostat": (0,),
+    "mirostat": (0,),  # llama.cpp's
 }
+# The keys of rarer filters: transformers', and llama.cpp's that a GGUF file has.
+_RARE_KEYS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "xtc_probability", "xtc_threshold")
 
 
 def _given(config: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -366,18 +495,20 @@ def _lists(config: Mapping[str, Any], name: str) -> list[list[Any]]:
     return values
 
 
-def _sequence_bias(config: Mapping[str, Any]) -> tuple[dict[int, float], list[str]]:
-    """The biases of single tokens, and the name of the part that is not supported."""
+def _sequence_bias(
+    config: Mapping[str, Any],
+) -> tuple[dict[int, float], dict[tuple[int, ...], float]]:
+    """The biases of single tokens, and those of sequences."""
     bias: dict[int, float] = {}
-    several = []
+    of_sequences: dict[tuple[int, ...], float] = {}
     for entry in _lists(config, "sequence_bias"):
         if len(entry) != 2 or not isinstance(entry[0], (list, tuple)):
             raise _refused("sequence_bias", entry, "it must be a list of token ids and a number")
         if len(entry[0]) == 1:
             bias[_token("sequence_bias", entry[0][0])] = entry[1]
         else:
-            several = ["sequence_bias of several tokens"]
-    return bias, several
+            of_sequences[tuple(entry[0])] = entry[1]
+    return bias, of_sequences
 
 
 GREEDY = Sampling()

@@ -21,12 +21,14 @@ _NUMBERS = {
     "top_p": "top_p",
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
 }
 # Those that a file is written with if a token is drawn: with transformers' values of the ones that
 # generation_config.json leaves out, as llama.cpp has others.
 _DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 _MAX_TOP_K = (1 << 31) - 1
-_UNSUPPORTED = ("xtc_probability", "mirostat")
+_UNSUPPORTED = ("mirostat",)
 
 
 def sampling_config(metadata: Mapping[str, Any], *, path: Any = None) -> dict[str, Any]:

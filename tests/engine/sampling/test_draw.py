@@ -127,6 +127,16 @@ CONFIGS = {
     "all three": {
         "do_sample": True, "temperature": 1.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02
     },
+    "typical": {"do_sample": True, "typical_p": 0.9, "top_k": 0},
+    "typical little": {"do_sample": True, "typical_p": 1e-3, "top_k": 0},
+    "typical of few": {"do_sample": True, "typical_p": 0.7, "top_k": 30, "top_p": 0.9},
+    "epsilon": {"do_sample": True, "epsilon_cutoff": 0.01, "top_k": 0},
+    "epsilon large": {"do_sample": True, "epsilon_cutoff": 0.99, "top_k": 0},
+    "eta": {"do_sample": True, "eta_cutoff": 0.01, "top_k": 0},
+    "rare": {
+        "do_sample": True, "temperature": 1.3, "top_k": 300, "min_p": 0.001, "typical_p": 0.97,
+        "epsilon_cutoff": 3e-4, "eta_cutoff": 2e-3,
+    },
     "repetition": {"repetition_penalty": 1.3},
     "repetition under 1": {"repetition_penalty": 0.8, "do_sample": True, "top_p": 0.9},
     "suppressed": {"suppress_tokens": [0, 3, 599]},
@@ -607,6 +617,41 @@ WRONG = [
     ("logit_bias", {"1": 1.0}, "a token id from 0"),
     ("logit_bias", [1, 2], "a dict from token ids"),
     ("logit_bias", 3, "a dict from token ids"),
+    ("typical_p", 0, "a number above 0 and at most 1"),
+    ("typical_p", math.nan, "a number above 0 and at most 1"),
+    ("typical_p", 1.5, "a number above 0 and at most 1"),
+    ("epsilon_cutoff", -0.1, "a number from 0 to 1"),
+    ("eta_cutoff", "0.1", "a number from 0 to 1"),
+    ("top_n_sigma", -1, "a number of at least 0"),
+    ("top_n_sigma", INF, "a number of at least 0"),
+    ("xtc_probability", 1.01, "a number from 0 to 1"),
+    ("xtc_threshold", math.nan, "a number from 0 to 1"),
+    ("xtc_threshold", None, "a number from 0 to 1"),
+    ("no_repeat_ngram_size", -1, "an integer of at least 0"),
+    ("no_repeat_ngram_size", 2.0, "an integer of at least 0"),
+    ("no_repeat_ngram_size", True, "an integer of at least 0"),
+    ("dry_multiplier", -0.5, "a number of at least 0"),
+    ("dry_multiplier", INF, "a number of at least 0"),
+    ("dry_base", 0.9, "a number of at least 1"),
+    ("dry_base", math.nan, "a number of at least 1"),
+    ("dry_allowed_length", -1, "an integer of at least 0"),
+    ("dry_sequence_breakers", "abc", "a list of texts or of lists of token ids"),
+    ("dry_sequence_breakers", [""], "a text or a list of token ids, and not empty"),
+    ("dry_sequence_breakers", ["\ud800"], "valid Unicode"),
+    ("dry_sequence_breakers", [b"a"], "a text or a list of token ids, and not empty"),
+    ("bad_words", "abc", "a list of texts or of lists of token ids"),
+    ("bad_words", [[]], "a text or a list of token ids, and not empty"),
+    ("bad_words", [3], "a text or a list of token ids, and not empty"),
+    ("bad_words", [[-1]], "a token id from 0"),
+    ("bad_words", [["a"]], "a token id from 0"),
+    ("bad_words", 5, "a list of texts or of lists of token ids"),
+    ("sequence_bias", {(1, 2): math.nan}, "for (1, 2) it must be a float32 number"),
+    ("sequence_bias", {(1, 2): INF}, "for (1, 2) it must be a float32 number"),
+    ("sequence_bias", {"ab": 1.0}, "a dict from tuples of token ids"),
+    ("sequence_bias", {(): 1.0}, "a text or a list of token ids, and not empty"),
+    ("sequence_bias", {(-1,): 1.0}, "a token id from 0"),
+    ("sequence_bias", [1, 2], "a dict from tuples of token ids"),
+    ("sequence_bias", 3, "a dict from tuples of token ids"),
     ("banned", [-1], "a token id from 0"),
     ("banned", "12", "a list of token ids"),
     ("banned", 5, "a list of token ids"),
@@ -628,7 +673,13 @@ def test_wrong_values_are_named():
 
 
 def test_settings_are_values():
-    a = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), banned={4, 2}, logit_bias={7: 1})
+    a = Sampling(
+        temperature=np.float32(0.5), top_k=np.int64(3), banned={4, 2}, logit_bias={7: 1},
+        bad_words=["a", np.array([3, 1]), [3, 1]], sequence_bias={(3, 4): 2, (1,): -INF},
+        dry_sequence_breakers=["\n", [5]],
+    )  # fmt: skip
+    assert a.bad_words == ("a", (3, 1)) and a.dry_sequence_breakers == ("\n", (5,))
+    assert a.sequence_bias == (((1,), -INF), ((3, 4), 2.0))
     assert a == dataclasses.replace(a) and hash(a) == hash(dataclasses.replace(a))
     assert a.banned == (2, 4) and a.logit_bias == ((7, 1.0),)
     assert type(a.temperature) is float and type(a.top_k) is int
@@ -644,14 +695,29 @@ def test_generation_config_that_is_unsupported_is_named(caplog):
         )  # fmt: skip
         assert not caplog.records
         settings = Sampling.from_generation_config(
-            {"do_sample": True, "num_beams": 4, "no_repeat_ngram_size": 3, "typical_p": 0.5,
-             "bad_words_ids": [[1, 2], [3, 3], [4]], "sequence_bias": [[[1, 2], 1.0]]}
+            {"do_sample": True, "num_beams": 4, "mirostat": 2, "top_h": 0.4, "bad_words_ids": [[4], []]}
         )  # fmt: skip
     (record,) = caplog.records
-    for name in ("num_beams", "no_repeat_ngram_size", "typical_p", "bad_words_ids of several"):
-        assert name in record.message
-    assert "sequence_bias of several" in record.message
+    assert record.message.endswith("not supported: num_beams, top_h, mirostat")
     assert settings.banned == (4,)
+
+
+def test_generation_config_of_sequences_and_rare_filters():
+    config = {
+        "no_repeat_ngram_size": 3, "bad_words_ids": [[1, 2], [3, 3], [4], [9]], "eos_token_id": 9,
+        "sequence_bias": [[[1, 2], 1.0], [[7], -2.0]], "typical_p": 0.5, "eta_cutoff": 1e-3,
+        "epsilon_cutoff": 2e-4, "xtc_probability": 0.3, "xtc_threshold": 0.2,
+    }  # fmt: skip
+    found = Sampling.from_generation_config({"do_sample": True, **config})
+    assert found.bad_words == ((1, 2), (3, 3)) and found.banned == (4,)
+    assert found.sequence_bias == (((1, 2), 1.0),) and found.logit_bias == ((7, -2.0),)
+    assert found.no_repeat_ngram_size == 3
+    filters = found.typical_p, found.eta_cutoff, found.epsilon_cutoff
+    assert filters == (0.5, 1e-3, 2e-4)
+    assert (found.xtc_probability, found.xtc_threshold) == (0.3, 0.2)
+    greedy = Sampling.from_generation_config(config)  # typical and others are for drawing only
+    assert greedy.typical_p == 1 and not greedy.xtc_probability
+    assert greedy.no_repeat_ngram_size == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,286 @@
+"""Bans and penalties by the order of the tokens so far: n-grams, sequences of tokens, and DRY.
+
+All are functions of the text so far, prompt and answer together. Besides numbers of each row they need what
+:class:`Sequences` holds.
+
+Sources: n-grams and biases of sequences are defined as in transformers' ``generation/logits_process.py``, DRY as in
+llama.cpp's ``src/llama-sampler.cpp``. One difference: of breakers within each other the one that ends last counts.
+
+Shapes: B rows, V tokens of the vocabulary, L tokens of the longest text, S sequences of K tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import UserInputError
+from .settings import Sampling
+
+# The first sizes of a Sequences: more sequences, or longer ones, are programs of their own.
+_LEAST_COUNT, _LEAST_LENGTH = 64, 8
+# The largest exponent of e in float32, as llama.cpp has it.
+_LARGEST_LOG = 88.7228391
+_NO_TOKEN = -1
+# The largest penalty: a logit minus it is finite.
+_LARGEST = 1e38
+# Texts have fewer tokens than this, which float32 holds exactly.
+_MOST_TOKENS = 1 << 24
+
+
+class Repeats(NamedTuple):
+    """The numeric settings, as numbers or as arrays ``[B, 1]``; as in Sampling.
+
+    Example:
+        >>> Repeats.of(Sampling(no_repeat_ngram_size=3)).no_repeat_ngram_size
+        3.0
+    """
+
+    no_repeat_ngram_size: Any
+    dry_multiplier: Any
+    dry_base: Any
+    dry_allowed_length: Any
+
+    @staticmethod
+    def of(sampling: Sampling) -> Repeats:
+        """The settings of one row, as numbers that float32 holds."""
+        return Repeats(
+            float(min(sampling.no_repeat_ngram_size, _MOST_TOKENS)),
+            sampling.dry_multiplier,
+            sampling.dry_base,
+            float(min(sampling.dry_allowed_length, _MOST_TOKENS)),
+        )
+
+    @property
+    def are_used(self) -> jax.Array:
+        """Whether a row uses n-gram bans or DRY, a bool array like the settings."""
+        return (jnp.asarray(self.no_repeat_ngram_size) > 0) | (jnp.asarray(self.dry_multiplier) > 0)
+
+
+class Sequences(NamedTuple):
+    """Sequences of tokens of a row, or of several rows with a further first axis. A pytree.
+
+    Attributes:
+        tokens: the tokens, int32 ``[S, K]``, padded with -1 at the left; a row of -1 is no sequence.
+        bias: what is added to the logit of the last token of each where the others precede it, float32 ``[S]``.
+        is_breaker: whether repetitions end where the sequence does, bool ``[S]``.
+        breakers: whether repetitions end at each token, bool ``[V]``.
+    """
+
+    tokens: Any
+    bias: Any
+    is_breaker: Any
+    breakers: Any
+
+    @staticmethod
+    def of(
+        biases: Sequence[tuple[tuple[int, ...], float]], breakers: Sequence[tuple[int, ...]], vocab_size: int
+    ) -> Sequences:  # fmt: skip
+        """The sequences of one row, as NumPy arrays.
+
+        Args:
+            biases: sequences of token ids and what is added to the logit of their last token.
+            breakers: the sequences where repetitions end.
+            vocab_size: V.
+
+        Example:
+            >>> found = Sequences.of([((5, 6), -1.0)], [(3,), (1, 2, 3)], 8)
+            >>> found.tokens.shape, found.tokens[0, -3:].tolist(), found.breakers.nonzero()[0].tolist()
+            ((64, 8), [-1, 5, 6], [3])
+        """
+        single = np.zeros(vocab_size, bool)
+        single[[one[0] for one in breakers if len(one) == 1]] = True
+        several = [one for one in breakers if len(one) > 1]
+        each = [*(tokens for tokens, _ in biases), *several]
+        count = _bucket(len(each), _LEAST_COUNT)
+        length = _bucket(max(map(len, each), default=0), _LEAST_LENGTH)
+        tokens = np.full((count, length), _NO_TOKEN, np.int32)
+        for row, one in zip(tokens, each, strict=False):
+            row[length - len(one) :] = one
+        bias, is_breaker = np.zeros(count, np.float32), np.zeros(count, bool)
+        bias[: len(biases)] = [amount for _, amount in biases]
+        is_breaker[len(biases) : len(each)] = True
+        return Sequences(tokens, bias, is_breaker, single)
+
+    def resized(self, count: int, length: int) -> Sequences:
+        """These sequences with padding up to the shape ``[…, count, length]``."""
+        rows = [(0, 0)] * (self.bias.ndim - 1)
+        more = (0, count - self.tokens.shape[-2])
+        longer = (length - self.tokens.shape[-1], 0)
+        pad = np.pad if isinstance(self.tokens, np.ndarray) else jnp.pad
+        return Sequences(
+            pad(self.tokens, [*rows, more, longer], constant_values=_NO_TOKEN),
+            pad(self.bias, [*rows, more]),
+            pad(self.is_breaker, [*rows, more]),
+            self.breakers,
+        )
+
+
+def sequences_of(sampling: Sampling, vocab_size: int) -> Sequences:
+    """The sequences that settings name, whose texts are token ids already (:func:`resolved`).
+
+    Raises:
+        UserInputError: a token is outside the vocabulary, or a text is not token ids.
+    """
+    check_sequences(sampling, vocab_size)
+    biases: list[Any] = [*sampling.sequence_bias, *((word, -np.inf) for word in sampling.bad_words)]
+    breakers: Any = sampling.dry_sequence_breakers if sampling.dry_multiplier > 0 else ()
+    return Sequences.of(biases, tuple(breakers or ()), vocab_size)
+
+
+def check_sequences(sampling: Sampling, vocab_size: int) -> None:
+    """Raises UserInputError if a sequence has a token outside the vocabulary, or is a text."""
+    named = {
+        "bad_words": sampling.bad_words,
+        "sequence_bias": [tokens for tokens, _ in dict(sampling.sequence_bias).items()],
+        "dry_sequence_breakers": sampling.dry_sequence_breakers or (),
+    }
+    for name, sequences in named.items():
+        for one in sequences:
+            if isinstance(one, str):
+                raise UserInputError(
+                    f"{name} has the text {one!r}, which needs a tokenizer: pass token ids"
+                )
+            if max(one) >= vocab_size:
+                raise UserInputError(
+                    f"{name} names token {max(one)}: the vocabulary has {vocab_size} tokens"
+                )
+
+
+# --- what they do to logits -----------------------------------------------------------------------
+
+
+def biased(
+    values: jax.Array, sequences: Sequences, text: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """Logits ``[B, V]`` with the biases of sequences whose last token is the only one missing.
+
+    Args:
+        values: the logits.
+        sequences: those of each row.
+        text: the tokens so far, int32 ``[B, L]``.
+        lengths: their number, int32 ``[B]``.
+
+    Example:
+        >>> one = Sequences.of([((5, 1), 2.0)], [], 3)
+        >>> of_rows = jax.tree.map(lambda a: jnp.asarray(a)[None], one)
+        >>> biased(jnp.zeros((1, 3)), of_rows, jnp.array([[4, 5, 0]]), jnp.array([2])).tolist()
+        [[0.0, 2.0, 0.0]]
+    """
+    count = sequences.tokens.shape[-1] - 1
+    place = lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None, :]
+    before = jnp.take_along_axis(text, jnp.maximum(place, 0), axis=1)
+    before = jnp.where(place >= 0, before, _NO_TOKEN - 1)[:, None, :]  # [B, 1, K - 1]
+    wanted, last = sequences.tokens[:, :, :-1], sequences.tokens[:, :, -1]
+    fits = jnp.all((wanted == before) | (wanted == _NO_TOKEN), axis=2) & (last != _NO_TOKEN)
+    amounts = jnp.where(fits & ~sequences.is_breaker, sequences.bias, 0.0)
+    return values.at[_rows(last), jnp.where(fits, last, values.shape[1])].add(amounts, mode="drop")
+
+
+def without_repeats(
+    values: jax.Array, repeats: Repeats, sequences: Sequences, text: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """Logits ``[B, V]`` with the penalties of DRY, and -inf for tokens that would repeat an n-gram.
+
+    Args:
+        values: the logits.
+        repeats: the settings, arrays ``[B, 1]``.
+        sequences, text, lengths: as for :func:`biased`.
+
+    Example:
+        >>> none = jax.tree.map(lambda a: jnp.asarray(a)[None], Sequences.of([], [], 4))
+        >>> settings = Repeats(*(jnp.array([[x]]) for x in (2.0, 0.0, 1.75, 2.0)))
+        >>> text = jnp.array([[1, 2, 3, 1]])
+        >>> without_repeats(jnp.zeros((1, 4)), settings, none, text, jnp.array([4])).tolist()
+        [[0.0, 0.0, -inf, 0.0]]
+    """
+    place = jax.lax.broadcasted_iota(jnp.int32, text.shape, 1)
+    ngram, multiplier, base, allowed = repeats
+    # With a base of 1 the length of a repetition does not change its penalty.
+    most = jnp.where(base > 1.000001, _LARGEST_LOG / jnp.log(jnp.maximum(base, 1.000001)), 0.0)
+    most = jnp.floor(most)
+    needed = jnp.maximum(ngram - 1, jnp.where(multiplier > 0, allowed + most, 0.0))
+    found = match_lengths(text, lengths, needed[:, 0].astype(jnp.int32))
+    is_text = place < lengths[:, None]
+
+    # DRY: a repetition does not reach beyond the last breaker.
+    since = _since_breaker(sequences, text, lengths)[:, None]
+    repeated = jnp.minimum(found, since).astype(jnp.float32)
+    is_long = is_text & (place > 0) & (repeated >= allowed)
+    excess = jnp.minimum(repeated - allowed, jnp.where(most > 0, most, jnp.inf))
+    penalty = jnp.where(is_long, multiplier * base**excess, 0.0)
+    penalties = jnp.zeros_like(values).at[_rows(text), text].max(penalty, mode="drop")
+    values = values - jnp.minimum(penalties, _LARGEST)
+
+    is_banned = is_text & (ngram > 0) & (found.astype(jnp.float32) >= ngram - 1)
+    column = jnp.where(is_banned, text, values.shape[1])
+    return values.at[_rows(text), column].set(-jnp.inf, mode="drop")
+
+
+def match_lengths(text: jax.Array, lengths: jax.Array, most: jax.Array) -> jax.Array:
+    """How many tokens before each position are equal to the last tokens of its text, int32 ``[B, L]``.
+
+    Args:
+        text: the tokens, int32 ``[B, L]``.
+        lengths: the number of tokens of each text, int32 ``[B]``.
+        most: the largest number that is counted, int32 ``[B]``.
+
+    Example:
+        >>> match_lengths(jnp.array([[7, 1, 2, 3, 1, 2]]), jnp.array([6]), jnp.array([9])).tolist()
+        [[0, 0, 0, 2, 0, 0]]
+    """
+    place = jax.lax.broadcasted_iota(jnp.int32, text.shape, 1)
+
+    def go_on(state: Any) -> jax.Array:
+        return jnp.any(state[1])
+
+    def compare(state: Any) -> Any:
+        k, alive, shifted, found = state
+        last = jnp.take_along_axis(text, jnp.maximum(lengths - 1 - k, 0)[:, None], axis=1)
+        shifted = jnp.concatenate(
+            [jnp.full_like(shifted[:, :1], _NO_TOKEN), shifted[:, :-1]], axis=1
+        )
+        alive = alive & (shifted == last)
+        found = found + alive.astype(jnp.int32)
+        return k + 1, alive & (k + 1 < most[:, None]), shifted, found
+
+    start = (place < lengths[:, None]) & (most[:, None] > 0)
+    state = jnp.int32(0), start, text, jnp.zeros(text.shape, jnp.int32)
+    return jax.lax.while_loop(go_on, compare, state)[3]
+
+
+def _since_breaker(sequences: Sequences, text: jax.Array, lengths: jax.Array) -> jax.Array:
+    """The number of tokens after the last breaker of each text, int32 ``[B]``."""
+    place = jax.lax.broadcasted_iota(jnp.int32, text.shape, 1)
+    ends = jnp.take_along_axis(sequences.breakers, text, axis=1)
+
+    def of_sequences(ends: jax.Array) -> jax.Array:
+        def one(s: jax.Array, ends: jax.Array) -> jax.Array:
+            at = lambda array: jax.lax.dynamic_index_in_dim(array, s, 1, keepdims=False)
+            wanted, shifted, fits = at(sequences.tokens), text, at(sequences.is_breaker)[:, None]
+            for k in range(wanted.shape[1] - 1, -1, -1):
+                fits = fits & (
+                    (wanted[:, k : k + 1] == shifted) | (wanted[:, k : k + 1] == _NO_TOKEN)
+                )
+                none = jnp.full_like(shifted[:, :1], _NO_TOKEN - 1)
+                shifted = jnp.concatenate([none, shifted[:, :-1]], axis=1)
+            return ends | fits
+
+        return jax.lax.fori_loop(0, sequences.tokens.shape[1], one, ends)
+
+    ends = jax.lax.cond(jnp.any(sequences.is_breaker), of_sequences, lambda ends: ends, ends)
+    last = jnp.max(jnp.where(ends & (place < lengths[:, None]), place, -1), axis=1)
+    return lengths - 1 - last
+
+
+def _rows(columns: jax.Array) -> jax.Array:
+    """The row of each element of ``[B, N]``, to index with its column."""
+    return jax.lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+
+
+def _bucket(count: int, least: int) -> int:
+    return max(least, 1 << (max(count, 1) - 1).bit_length())
