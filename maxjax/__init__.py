@@ -52,6 +52,7 @@ if _TYPE_CHECKING:
     from .engine.quantize.model import quantize as quantize
     from .engine.rerank import rerank as rerank
     from .engine.sampling.settings import Sampling as Sampling
+    from .engine.score import score as score
     from .engine.tag import tag as tag
     from .errors import CheckpointError as CheckpointError
     from .graph import DeviceRef as DeviceRef
@@ -115,6 +116,7 @@ __getattr__, __dir__, _names = _attributes(
         "engine.quantize.model": "quantize",
         "engine.rerank": "rerank",
         "engine.sampling.settings": "Sampling",
+        "engine.score": "score",
         "engine.tag": "tag",
         "errors": "CheckpointError",
         "graph": "DeviceRef Weight",

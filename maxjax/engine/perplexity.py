@@ -1,40 +1,27 @@
 """``perplexity``: how well a language model predicts a text.
 
-The text is cut into overlapping windows of one length, which one compiled program scores batch by
-batch. Logits are computed for a few tokens at a time, so that all of them are never in memory at once.
-
-Shapes: B windows, T tokens of a window, V tokens of the vocabulary, E values of a hidden state.
+The text is cut into overlapping windows of one length, which one compiled program scores batch by batch
+(``token_losses``).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import UserInputError, checked_integer
-from ..graph.placement.arrays import put, with_sharding
-from ..graph.placement.specs import batch_axes, mesh_of
 from ..lockstep import Lockstep
-from ..models import LanguageModel
-from ..models.weights import check_loaded, model_facts, shardings_of
-from ..nn.layer.observe.programs import ProgramObserver, tapped
-from ..nn.layer.walk import check_module
-from ..progress import compiling, task
+from ..models.weights import model_facts, shardings_of
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..text.tokenizer.tokenizer import Tokenizer
 from .isolation import isolated
+from .token_losses import Row, check_scores, row_losses
 
 # The default context: that of llama.cpp's llama-perplexity.
 _CONTEXT = 512
-# The largest size in bytes of the logits that are computed at a time.
-_LOGITS = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -139,7 +126,7 @@ def _perplexity(
     batch_size: int,
     together: Lockstep,
 ) -> Perplexity:
-    _check_model(model)
+    check_scores(model, "perplexity")
     context, stride = _sizes(model, context, stride)
     batch_size = checked_integer("batch_size", batch_size)
     check_is_tokenizer(tokenizer)
@@ -155,38 +142,16 @@ def _perplexity(
             text=ids.tolist(), context=context, stride=stride, batch_size=count,
             tokenizer=tokenizer.digest, **model_facts(model),
         )  # fmt: skip
-    mesh = mesh_of(list(shardings_of(model)))
-    split = mesh and NamedSharding(mesh, PartitionSpec(batch_axes(mesh, count)))
-    settings = {
-        "chunk": _chunk(count, width, model.config.vocab_size),
-        "gathered": NamedSharding(mesh, PartitionSpec()) if mesh else None,
-    }
     start = _start_id(tokenizer, ids)
-    losses: list[np.ndarray] = []
-    observer = ProgramObserver(model)
-    pending: list[tuple[list[Window], Any]] = []
-    with task("scoring the text", len(found), unit=" windows") as shown:
-        for i in range(0, len(found), count):
-            part = found[i : i + count]
-            batch = _batch(ids, part, count, width, start)
-            if split:
-                batch = jax.tree.map(partial(put, where=split), batch)
-            if together.is_shared:
-                together.decide()  # a barrier: every process has this batch
-            # The devices compute this batch while the host takes the one before.
-            with compiling("perplexity"):
-                blanks = [-1] * (count - len(part))
-                values = observer.run(
-                    together, _losses, *batch, rows=[*range(i, i + len(part)), *blanks],
-                    counts=lambda _, n=batch.counts: n, width=width, **settings,
-                )  # fmt: skip
-                pending.append((part, values))
-            if together.is_shared or len(pending) > 1:
-                part, values = pending.pop(0)
-                losses += _scored(part, values, together)
-                shown.add(len(part))
-    for part, values in pending:
-        losses += _scored(part, values, together)
+    rows = [_row(ids, window, start) for window in found]
+    each = row_losses(
+        model, rows, range(len(rows)), batch_size=count, width_of=lambda _: width, together=together,
+        name="perplexity", title="scoring the text", unit=" windows",
+    )  # fmt: skip
+    losses = [
+        one.losses[first - 1 - begin : end - 1 - begin]
+        for (begin, first, end), (_, one) in zip(found, each, strict=True)
+    ]
     plain = len(ids) - len(tokenizer.encode(""))
     density = max(plain, 1) / len(text.encode())  # tokens in a byte
     return _result(np.concatenate(losses), density, len(found), context, stride)
@@ -207,66 +172,6 @@ def _result(
     # By the delta method, as in llama.cpp: d exp(x) = exp(x) dx.
     error = value * float(losses.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     return Perplexity(value, error, mean / math.log(2) * density, n, count, context, stride)
-
-
-class _Batch(NamedTuple):
-    """Windows as arrays.
-
-    Attributes:
-        ids: token ids int32 ``[B, T]``, padded at the right.
-        targets: the token after each, int32 ``[B, T]``.
-        counts: the number of tokens of each window, int32 ``[B]``.
-    """
-
-    ids: Any
-    targets: Any
-    counts: Any
-
-
-@partial(jax.jit, static_argnames=("chunk", "gathered"))
-def _losses(
-    model: Any,
-    ids: jax.Array,
-    targets: jax.Array,
-    counts: jax.Array,
-    *,
-    chunk: int,
-    gathered: NamedSharding | None,
-    patches: Any = (),
-) -> Any:
-    """The negative log-likelihood of each target, float32 ``[B, T]``, and what captures of the model have recorded.
-
-    Logits are computed for ``chunk`` tokens of every window at a time.
-    """
-    run = lambda: model.states(ids, lengths=counts)
-    states, taps = tapped(model, patches, run)  # [B, T, E]
-    length = ids.shape[1]
-    rest = -length % chunk
-    states = jnp.pad(states, ((0, 0), (0, rest), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, rest)))
-
-    def chunks(array: jax.Array) -> jax.Array:  # [B, n · chunk, …] → [n, B, chunk, …]
-        shape = (array.shape[0], -1, chunk, *array.shape[2:])
-        return jnp.moveaxis(array.reshape(shape), 1, 0)
-
-    def losses(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        states, targets = part
-        logits = model.logits(states)  # [B, chunk, V] in float32
-        # A sum, and not a gather, so that logits split over the vocabulary stay where they are.
-        tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-        chosen = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0.0), axis=-1)
-        return jax.nn.logsumexp(logits, axis=-1) - chosen
-
-    found = jax.lax.map(losses, (chunks(states), chunks(targets)))  # [n, B, chunk]
-    found = jnp.moveaxis(found, 0, 1).reshape(ids.shape[0], -1)[:, :length]
-    found = found if gathered is None else with_sharding(found, gathered)
-    return found, taps
-
-
-def _chunk(batch: int, length: int, vocab_size: int) -> int:
-    """The number of tokens of each window whose logits are computed at a time: a power of two."""
-    fits = max(1, _LOGITS // (4 * batch * vocab_size))
-    return min(1 << (fits.bit_length() - 1), 1 << (length - 1).bit_length())
 
 
 # --- windows --------------------------------------------------------------------------------
@@ -302,40 +207,16 @@ def windows(length: int, context: int, stride: int) -> list[Window]:
     return found
 
 
-def _batch(
-    ids: np.ndarray, part: list[Window], count: int, width: int, start: int | None
-) -> _Batch:
-    """Windows as arrays of ``count`` rows; rows beyond them hold one token of padding."""
-    rows = np.zeros((count, width), np.int32)
-    targets = np.zeros((count, width), np.int32)
-    counts = np.ones(count, np.int32)
-    for i, (begin, _, end) in enumerate(part):
-        counts[i] = end - begin
-        rows[i, : end - begin] = ids[begin:end]
-        targets[i, : end - begin - 1] = ids[begin + 1 : end]
-        if start is not None:
-            rows[i, 0] = start
-    return _Batch(rows, targets, counts)
-
-
-def _scored(part: list[Window], losses: Any, together: Lockstep) -> list[np.ndarray]:
-    """The losses of the tokens that each window scores."""
-    found = np.asarray(together.fetch(losses))
-    return [
-        found[i, first - 1 - begin : end - 1 - begin] for i, (begin, first, end) in enumerate(part)
-    ]
+def _row(ids: np.ndarray, window: Window, start: int | None) -> Row:
+    """The tokens of a window, which begins with ``start`` if there is one, and the token after each."""
+    begin, _, end = window
+    found = Row(ids[begin:end].copy(), np.append(ids[begin + 1 : end], 0))
+    if start is not None:
+        found.ids[0] = start
+    return found
 
 
 # --- checks ---------------------------------------------------------------------------------
-
-
-def _check_model(model: Any) -> None:
-    check_module(model, "perplexity")
-    if not isinstance(model, LanguageModel):
-        raise UserInputError(
-            f"{type(model).__name__} is not a language model: its perplexity is not defined. Load a decoder"
-        )
-    check_loaded(model)
 
 
 def _sizes(model: Any, context: Any, stride: Any) -> tuple[int, int]:

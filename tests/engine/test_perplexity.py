@@ -14,7 +14,7 @@ import tokenizers
 from jax.sharding import AxisType
 
 import maxjax
-from maxjax.engine import perplexity as module
+from maxjax.engine import token_losses as module
 from maxjax.engine.perplexity import Window, perplexity, windows
 from maxjax.errors import UserInputError
 from maxjax.models import Llama, LlamaConfig
@@ -167,16 +167,16 @@ def test_batches_and_chunks_of_logits_change_nothing(small, monkeypatch):
 def test_logits_are_never_whole(small, monkeypatch):
     model, _ = small
     monkeypatch.setattr(module, "_LOGITS", 4 * 2 * VOCAB * 4)
-    assert module._chunk(2, 16, VOCAB) == 4
+    assert module.chunk_of(2, 16, VOCAB) == 4
     ids, counts = jnp.zeros((2, 16), jnp.int32), jnp.full(2, 16, jnp.int32)
-    program = module._losses.lower(model, ids, ids, counts, chunk=4, gathered=None).as_text()
+    program = module.losses_of.lower(model, ids, ids, counts, chunk=4, gathered=None).as_text()
     assert f"tensor<2x4x{VOCAB}xf32>" in program
     assert f"tensor<2x16x{VOCAB}xf32>" not in program
 
 
 def test_one_program_for_all_windows(small):
     model, tokenizer = small
-    program: Any = module._losses
+    program: Any = module.losses_of
     program.clear_cache()  # programs of earlier tests could leave JAX's cache while this one counts
     perplexity(model, tokenizer, text_of(61), context=14, stride=6, batch_size=4)
     assert program._cache_size() == 1
@@ -184,14 +184,14 @@ def test_one_program_for_all_windows(small):
     assert program._cache_size() == 1
 
 
+TYPES_AND_AXES = [
+    ({"model": 2}, AxisType.Auto), ({"fsdp": 4}, AxisType.Auto),
+    ({"data": 2, "model": 2}, AxisType.Auto), ({"data": 2, "model": 2}, AxisType.Explicit),
+]  # fmt: skip
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("axes", "axis_types"),
-    [
-        ({"model": 2}, AxisType.Auto), ({"fsdp": 4}, AxisType.Auto),
-        ({"data": 2, "model": 2}, AxisType.Auto), ({"data": 2, "model": 2}, AxisType.Explicit),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("axes", "axis_types"), TYPES_AND_AXES)
 def test_on_meshes_as_on_one_device(small, axes, axis_types):
     model, tokenizer = small
     text = text_of(90)

@@ -115,7 +115,7 @@ class Request:
                 )
             found = self.of_messages(given)
         else:
-            found = Prompt(_ids(given, which), None, False)
+            found = Prompt(prompt_ids(given, which), None, False)
         self.check(found.ids, which)
         return found
 
@@ -137,12 +137,7 @@ class Request:
             if not self._has_warned:
                 self._has_warned = _warn_if_formatted(self.tokenizer, text, which)
             return self.of_messages([{"role": "user", "content": text}])
-        ids = self.tokenizer.encode(text)
-        first = self.tokenizer.bos_id
-        is_twice = first is not None and ids[:2] == [first, first]
-        if is_twice and self.tokenizer.encode("")[:1] == [first]:
-            ids = ids[1:]  # the text begins with it already, as rendered chat templates do
-        return Prompt(ids, text, False)
+        return Prompt(encoded(self.tokenizer, text), text, False)
 
     def check(self, ids: Sequence[int], which: str = "the prompt") -> None:
         """Raise UserInputError unless the ids are in the vocabulary and leave room for an answer."""
@@ -315,7 +310,21 @@ def _is_number(item: Any) -> bool:
     return isinstance(item, Integral) or getattr(item, "ndim", None) == 0
 
 
-def _ids(prompt: Any, which: str) -> list[int]:
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    """Encode a text, with one token at its beginning where the text and the tokenizer both put one there."""
+    ids, first = tokenizer.encode(text), tokenizer.bos_id
+    is_twice = first is not None and ids[:2] == [first, first]
+    if is_twice and tokenizer.encode("")[:1] == [first]:
+        return ids[1:]  # the text begins with it already, as rendered chat templates do
+    return ids
+
+
+def prompt_ids(prompt: Any, which: str) -> list[int]:
+    """Return token ids as a list.
+
+    Raises:
+        TypeError: they are no integers in one row.
+    """
     try:
         found = None if isinstance(prompt, (bytes, Mapping)) else np.asarray(prompt)
     except ValueError:  # rows of several lengths
