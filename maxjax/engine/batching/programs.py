@@ -307,7 +307,7 @@ def start_words(words: Words, slot: jax.Array, new: Words) -> Words:
 @partial(jax.jit, static_argnames=("count", "length"))
 def resized_words(words: Words, *, count: int, length: int) -> Words:
     """The words with room for ``count`` sequences of ``length`` tokens in each slot."""
-    return words._replace(sequences=words.sequences.resized(count, length))
+    return words.resized(count, length)
 
 
 def sampled(

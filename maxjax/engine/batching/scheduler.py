@@ -43,8 +43,8 @@ from .programs import (
     moved,
     read,
     read_tokens,
-    row_of,
     resized_words,
+    row_of,
     start_words,
 )
 from .running import RunningText, Stage
@@ -91,6 +91,8 @@ class Scheduler:
         exact: whether a text gets the same bits whatever else runs. Each page of a prompt is then read by itself, each
             step is for all slots, and a text gets all its pages at once, so that it is never put back.
         logits_processor: what logits go through before a token is chosen.
+        has_order: whether texts may have settings about the order of tokens, or rare filters; if so, the programs of
+            texts with penalties or biases take longer to compile.
         together: the call that the scheduler belongs to, if several processes make it together.
         dispatch_s: the duration of a dispatch that is aimed at, in seconds: new prompts wait for it, and a stop string
             is noticed only after it.
@@ -102,8 +104,9 @@ class Scheduler:
     def __init__(
         self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, chunk: int = 512,
         cache_dtype: Any = None, tops: int = MOST_LOGPROBS, exact: bool = False,
-        logits_processor: LogitsProcessor | None = None, together: Lockstep | None = None,
-        dispatch_s: float = 0.1, guesses: bool = False, adapters: Adapters | None = None,
+        logits_processor: LogitsProcessor | None = None, has_order: bool = True,
+        together: Lockstep | None = None, dispatch_s: float = 0.1, guesses: bool = False,
+        adapters: Adapters | None = None,
     ):  # fmt: skip
         self.adapters = Adapters(model) if adapters is None else adapters
         self.model, self.slots, self.chunk = model, slots, chunk
@@ -112,6 +115,7 @@ class Scheduler:
         self._ropes = model.config.ropes_by_length
         self._observer, self.together = ProgramObserver(model), together or Lockstep("generate", ())
         self._cache_dtype, self._dispatch_s = cache_dtype, dispatch_s
+        self._has_order = has_order
         self._most_pages = pages if most_pages is None else most_pages
         pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
         self._is_recurrent = any(isinstance(group.kind, States) for group in model._groups.values())
@@ -350,16 +354,14 @@ class Scheduler:
         sequences: Sequences | None = None,
     ) -> None:  # fmt: skip
         """Sets the words of a slot."""
-        size, longest = self._vocab_size, self._longest
+        size, longest = self._vocab_size, self._longest if self._has_order else None
         words = self.memory.words or self._placed_words(Words.empty(self.slots, size, longest))
         new = Words.of(prompt, answer, bias, sequences, longest, size)
         # Arrays of sequences grow with the largest request.
-        before = words.sequences.tokens.shape[1:]
-        count, length = map(max, before, new.sequences.tokens.shape)
-        if (count, length) != before:
+        count, length = map(max, words.sizes, new.sizes)
+        if (count, length) != words.sizes:
             words = self._placed_words(resized_words(words, count=count, length=length))
-        new = new._replace(sequences=new.sequences.resized(count, length))
-        words = start_words(words, np.int32(slot), new)
+        words = start_words(words, np.int32(slot), new.resized(count, length))
         self.memory = self.memory._replace(words=words)
 
     def _placed_words(self, words: Words) -> Words:

@@ -368,9 +368,8 @@ def _check_needs_no_order(sampling: Sampling) -> None:
     used = next((name for name in names if getattr(sampling, name)), None)
     if used is not None:
         raise UserInputError(
-            f"{used} is supported by maxjax.generate and maxjax.Engine in one process, on meshes that do not divide "
-            f"sequences, and not here: leave it out, or pass {used}={getattr(Sampling(), used)!r} if it comes from "
-            "generation_config.json"
+            f"{used} is not supported by this function where the model is placed (supported: maxjax.Engine): leave it "
+            f"out, or pass {used}={getattr(Sampling(), used)!r} if it comes from generation_config.json"
         )
 
 

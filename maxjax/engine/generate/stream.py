@@ -11,7 +11,7 @@ from ...lockstep import Lockstep
 from ...models.weights import named_dtype
 from ..batching.running import RunningText, Stage, running_text
 from ..batching.scheduler import PAGE_SIZE, EndedByOthers, Scheduler
-from ..sampling.rows import MOST_LOGPROBS
+from ..sampling.rows import MOST_LOGPROBS, uses_order
 from .batch import bucket, check_chunk
 from .completion import Completion
 from .programs import DispatchTokens
@@ -48,6 +48,7 @@ def scheduler_for(
         chunk=check_chunk(chunk),
         cache_dtype=None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype),
         tops=max(MOST_LOGPROBS, request.sampling.logprobs or 0),
+        has_order=uses_order(request.sampling),
         together=together,
         dispatch_s=dispatch_s,
     )

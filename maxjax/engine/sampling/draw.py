@@ -253,7 +253,7 @@ def choose_drawn(
     top_k: jax.Array,
     top_p: jax.Array,
     least: jax.Array,
-    rare: RareFilters,
+    rare: RareFilters | None = None,
 ) -> jax.Array:
     """The tokens drawn from ``values`` ``[B, V]``, where each row has its own filters, arrays ``[B, 1]``.
 
@@ -261,7 +261,7 @@ def choose_drawn(
         values: logits divided by the temperature, of which the largest of a row is 0.
         keys: the key of each row at its position, uint32 ``[B, 2]``.
         top_k, top_p, least: as for :func:`threshold_of`; V, 1 and -inf are off.
-        rare: the other filters.
+        rare: the other filters; None if there are none.
     """
     width = values.shape[1]
     is_filtered = (top_k < width) | (top_p < 1) | (least > -jnp.inf)
@@ -271,6 +271,9 @@ def choose_drawn(
 
     def plain() -> jax.Array:
         return _gumbel_argmax(values, columns_of(values), keys)
+
+    if rare is None:
+        return jax.lax.cond(jnp.any(is_filtered), filtered, plain)
 
     def rarely() -> jax.Array:
         return _drawn_of_all(values, keys, (top_k, top_p, least), rare)

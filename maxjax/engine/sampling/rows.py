@@ -38,7 +38,7 @@ class RowSettings(NamedTuple):
         min_new_tokens: as in Sampling, int32.
         others: the settings that few requests use, those of ``RareFilters`` and then those of ``Repeats``, float32
             ``[B, 10]``: one array, as arrays cost more than numbers.
-        has_words: whether the row uses its row of :class:`Words`: penalties, a bias or bans.
+        has_words: whether the row uses its row of :class:`Words`: penalties, a bias, bans or rare filters.
         has_logprobs: whether log-probabilities are reported.
         keys: words of the random key of each row's request, uint32 ``[B, 2]``.
         numbers: the number of each row's text among those with this key, int32.
@@ -103,61 +103,97 @@ def _others(sampling: Sampling) -> np.ndarray:
     return np.asarray([*filters, *Repeats.of(sampling)], np.float32)
 
 
+class Order(NamedTuple):
+    """What settings about the order of tokens need. A pytree.
+
+    Attributes:
+        text: the tokens so far, prompt and answer, int32 ``[R, L]``.
+        sequences: those that are biased or banned, and those that end repetitions.
+    """
+
+    text: Any
+    sequences: Sequences
+
+
 class Words(NamedTuple):
-    """What penalties, biases and bans need. A pytree of 10 bytes per row and token of the vocabulary, and the texts.
+    """What the rarer settings need, in rows of which a text has one. A pytree of 10 bytes per row and token of the
+    vocabulary, and the texts.
 
     Attributes:
         prompt: whether the token is in the prompt, bool ``[R, V]``.
         counts: how often it is in the answer so far, int32 ``[R, V]``.
         bias: what is added to its logit, float32 ``[R, V]``; -inf bans it.
-        text: the tokens so far, prompt and answer, int32 ``[R, L]``.
-        sequences: those that are biased or banned, and those that end repetitions.
+        order: the order of the tokens; None if no text has settings about it or rare filters, whose programs take
+            longer to compile.
     """
 
     prompt: Any
     counts: Any
     bias: Any
-    text: Any
-    sequences: Sequences
+    order: Order | None
 
     @staticmethod
-    def empty(rows: int, vocab_size: int, longest: int) -> Words:
-        """The words of rows without tokens, for texts of at most ``longest`` of them.
+    def empty(rows: int, vocab_size: int, longest: int | None = None) -> Words:
+        """The words of rows without tokens, with an order for texts of at most ``longest`` tokens.
 
         Example:
-            >>> Words.empty(2, 5, 9).bias.shape
+            >>> Words.empty(2, 5).bias.shape
             (2, 5)
         """
-        none = jax.tree.map(lambda a: jnp.stack([a] * rows), Sequences.of([], [], vocab_size))
-        shape = (rows, vocab_size)
-        return Words(
-            jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32), jnp.zeros(shape),
-            jnp.zeros((rows, longest), jnp.int32), none,
-        )  # fmt: skip
+        shape, order = (rows, vocab_size), None
+        if longest is not None:
+            none = jax.tree.map(lambda a: jnp.stack([a] * rows), Sequences.of([], [], vocab_size))
+            order = Order(jnp.zeros((rows, longest), jnp.int32), none)
+        return Words(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32), jnp.zeros(shape), order)
 
     @staticmethod
     def of(
         prompt: Sequence[int], answer: Sequence[int], bias: np.ndarray | None, sequences: Sequences | None,
-        longest: int, vocab_size: int,
+        longest: int | None, vocab_size: int,
     ) -> Words:  # fmt: skip
         """The words of one text, as NumPy arrays without the first axis."""
         count = lambda ids: np.bincount(np.asarray(ids, np.int32), minlength=vocab_size)
-        text = np.zeros(longest, np.int32)
-        text[: len(prompt) + len(answer)] = [*prompt, *answer]
-        return Words(
-            count(prompt) > 0, count(answer).astype(np.int32),
-            np.zeros(vocab_size, np.float32) if bias is None else bias, text,
-            Sequences.of([], [], vocab_size) if sequences is None else sequences,
-        )  # fmt: skip
+        bias, order = np.zeros(vocab_size, np.float32) if bias is None else bias, None
+        if longest is not None:
+            text = np.zeros(longest, np.int32)
+            text[: len(prompt) + len(answer)] = [*prompt, *answer]
+            order = Order(text, sequences or Sequences.of([], [], vocab_size))
+        return Words(count(prompt) > 0, count(answer).astype(np.int32), bias, order)
 
     def added(
         self, rows: jax.Array, tokens: jax.Array, positions: jax.Array, is_new: jax.Array
     ) -> Words:
         """A copy with one more token of the answer in those of the ``rows`` ``[B]`` for which ``is_new`` is True."""
         counts = self.counts.at[rows, tokens].add(is_new.astype(jnp.int32), mode="drop")
-        place = jnp.where(is_new, positions, self.text.shape[1])
-        text = self.text.at[rows, place].set(tokens, mode="drop")
-        return self._replace(counts=counts, text=text)
+        if self.order is None:
+            return self._replace(counts=counts)
+        text = self.order.text
+        place = jnp.where(is_new, positions, text.shape[1])
+        text = text.at[rows, place].set(tokens, mode="drop")
+        return self._replace(counts=counts, order=self.order._replace(text=text))
+
+    def resized(self, count: int, length: int) -> Words:
+        """The words with room for ``count`` sequences of ``length`` tokens in each row."""
+        if self.order is None:
+            return self
+        sequences = self.order.sequences.resized(count, length)
+        return self._replace(order=self.order._replace(sequences=sequences))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of sequences in a row, and of tokens in each."""
+        shape = (0, 0) if self.order is None else self.order.sequences.tokens.shape
+        return shape[-2], shape[-1]
+
+
+def uses_order(sampling: Sampling) -> bool:
+    """Whether the settings need the ``order`` of :class:`Words`: they are about sequences, or rare filters.
+
+    Example:
+        >>> uses_order(Sampling(repetition_penalty=1.1)), uses_order(Sampling(no_repeat_ngram_size=3))
+        (False, True)
+    """
+    return sampling.needs_order or sampling.has_rare_filters
 
 
 def uses_words(sampling: Sampling) -> bool:
@@ -168,7 +204,7 @@ def uses_words(sampling: Sampling) -> bool:
         (False, True)
     """
     of_tokens = bool(sampling.banned) or bool(sampling.logit_bias)
-    return sampling.needs_history or sampling.needs_order or of_tokens
+    return sampling.needs_history or uses_order(sampling) or of_tokens
 
 
 def sample_rows(
@@ -202,7 +238,7 @@ def sample_rows(
         >>> key, ends = np.zeros(2, np.uint32), np.full(1, -1, np.int32)
         >>> each = [RowSettings.of(Sampling(banned=b), key, 0, ends, 3) for b in ((), (1,))]
         >>> settings = jax.tree.map(lambda *a: jnp.stack(a), *each)
-        >>> words = Words.empty(2, 3, 9)._replace(bias=jnp.array([[0, 0, 0], [0, -jnp.inf, 0]]))
+        >>> words = Words.empty(2, 3)._replace(bias=jnp.array([[0, 0, 0], [0, -jnp.inf, 0]]))
         >>> zeros = jnp.zeros(2, jnp.int32)
         >>> sample_rows(logits, settings, zeros, zeros, words, jnp.arange(2)).tokens.tolist()
         [1, 2]
@@ -234,7 +270,9 @@ def sample_rows(
         shifted = scaled(values, top, temperature)
         of_rows = (settings.top_k, settings.top_p, settings.least)
         top_k, top_p, least = (a[:, None] for a in of_rows)
-        found = choose_drawn(shifted, keys, top_k, top_p, least, settings.rare_filters)
+        has_rare = words is not None and words.order is not None
+        rare = settings.rare_filters if has_rare else None
+        found = choose_drawn(shifted, keys, top_k, top_p, least, rare)
         return jnp.where(is_drawn, found, greedy)
 
     tokens = jax.lax.cond(jnp.any(is_drawn), drawn, lambda values: greedy, values)
@@ -258,32 +296,29 @@ def _adjusted(
     prompt, counts, bias = (
         jnp.take(a, rows, axis=0, mode="clip") for a in (words.prompt, words.counts, words.bias)
     )
-    repeats = settings.repeats
-
-    def of_rows() -> tuple[Sequences, jax.Array]:
-        each = words.sequences, words.text
-        return jax.tree.map(lambda a: jnp.take(a, rows, axis=0, mode="clip"), each)
-
-    def with_biases(values: jax.Array) -> jax.Array:
-        sequences, text = of_rows()
-        return biased(values, sequences, text, positions)
-
-    def with_repeats(values: jax.Array) -> jax.Array:
-        sequences, text = of_rows()
-        return without_repeats(values, repeats, sequences, text, positions)
-
-    unchanged = lambda values: values
+    penalties = settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty
+    penalties = [a[:, None] for a in penalties]
     found = values + bias
-    found = jax.lax.cond(jnp.any(words.sequences.bias != 0), with_biases, unchanged, found)
-    found = penalised(
-        found,
-        prompt,
-        counts,
-        settings.repetition_penalty[:, None],
-        settings.frequency_penalty[:, None],
-        settings.presence_penalty[:, None],
-    )
-    found = jax.lax.cond(jnp.any(repeats.are_used), with_repeats, unchanged, found)
+    if words.order is None:
+        found = penalised(found, prompt, counts, *penalties)
+    else:
+        order, repeats = words.order, settings.repeats
+
+        def of_rows() -> Order:
+            return jax.tree.map(lambda a: jnp.take(a, rows, axis=0, mode="clip"), order)
+
+        def with_biases(values: jax.Array) -> jax.Array:
+            text, sequences = of_rows()
+            return biased(values, sequences, text, positions)
+
+        def with_repeats(values: jax.Array) -> jax.Array:
+            text, sequences = of_rows()
+            return without_repeats(values, repeats, sequences, text, positions)
+
+        unchanged = lambda values: values
+        found = jax.lax.cond(jnp.any(order.sequences.bias != 0), with_biases, unchanged, found)
+        found = penalised(found, prompt, counts, *penalties)
+        found = jax.lax.cond(jnp.any(repeats.are_used), with_repeats, unchanged, found)
     found = jnp.where(jnp.isneginf(bias), -jnp.inf, found)
     return jnp.where(settings.has_words[:, None], found, values)
 

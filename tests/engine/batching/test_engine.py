@@ -1,6 +1,7 @@
 """Engine: each prompt gets the text that generate gives it, whatever else runs."""
 
 import asyncio
+import itertools
 import threading
 
 import jax
@@ -25,6 +26,12 @@ SETTINGS = [
     {"temperature": 1.0, "frequency_penalty": 0.7, "banned": [3, 4]},
     {"logit_bias": {5: 4.0, 9: -3.0}, "logprobs": 3},
     {"temperature": 0.9, "top_k": 40, "logprobs": 0},
+]
+RARE = [
+    {"no_repeat_ngram_size": 2},
+    {"dry_multiplier": 1.0, "bad_words": [[1, 2]], "sequence_bias": {(3, 4): 1.0}},
+    {"temperature": 1.0, "typical_p": 0.5, "top_n_sigma": 1.0},
+    {"temperature": 1.0, "xtc_probability": 0.5, "eta_cutoff": 0.01},
 ]
 
 
@@ -191,8 +198,9 @@ def test_nothing_is_compiled_after_compile(model):
         count = engine.compile()
         # Chunks of 16 and 32 tokens, steps of 1 and 3 texts; with and without counts of words, and a grammar.
         assert count == sum(program._cache_size() for program in each) == 4 * (2 + 2)
-        options = [{"max_new_tokens": 20, **settings} for settings in SETTINGS]
-        answers = [engine.submit(p, **o) for p, o in zip(PROMPTS, options, strict=True)]
+        options = [{"max_new_tokens": 20, **settings} for settings in [*SETTINGS, *RARE]]
+        prompts = itertools.cycle(PROMPTS)
+        answers = [engine.submit(p, **o) for p, o in zip(prompts, options, strict=False)]
         for answer in answers:
             answer.result()
         assert sum(program._cache_size() for program in each) == count

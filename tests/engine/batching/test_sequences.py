@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine.batching import programs
+from maxjax.engine.generate.batch import Batch
 from maxjax.engine.generate.defaults import read_defaults
 from maxjax.engine.sampling.settings import Sampling
 from maxjax.engine.sampling.texts import resolved
@@ -89,7 +89,9 @@ def test_each_step_is_as_defined(model):
         found = [answer.result().tokens for answer in answers]
     for one, wanted, other in zip(found, expected, without, strict=True):
         assert one == wanted != other
-    for prompt, wanted, s in zip(PROMPTS[:4], expected, settings, strict=False):
+    for prompt, wanted, s in zip(PROMPTS[:3], expected, settings, strict=False):
+        stream = maxjax.stream(model, None, prompt, **options, **s)
+        assert (list(stream), stream.completion.tokens) == ([], wanted)
         assert maxjax.generate(model, None, prompt, **options, **s).tokens == wanted
 
 
@@ -101,21 +103,6 @@ def test_texts_that_lose_their_pages_are_the_same(model):
         answers = [engine.submit([*PROMPTS[0], i], **settings) for i in range(4)]
         found = [answer.result().tokens for answer in answers]
     assert found == [plain(model, [*PROMPTS[0], i], 60, no_repeat_ngram_size=2) for i in range(4)]
-
-
-def test_nothing_is_compiled_for_other_settings(model):
-    each = [
-        *SETTINGS,
-        {"typical_p": 0.5, "temperature": 1.0},
-        {"xtc_probability": 1, "temperature": 2},
-    ]
-    with maxjax.Engine(model, slots=3, chunk=32) as engine:
-        engine.compile()
-        before = [f._cache_size() for f in (programs.read_tokens, programs.read, programs.decode)]
-        for answer in [engine.submit([1, 2, 3], max_new_tokens=6, **one) for one in each]:
-            answer.result()
-        after = [f._cache_size() for f in (programs.read_tokens, programs.read, programs.decode)]
-    assert before == after
 
 
 def test_more_sequences_than_at_first(model):
@@ -219,11 +206,9 @@ def test_refused(model, settings, message):
         maxjax.generate(model, None, [1], **settings)
 
 
-def test_a_stream_says_what_it_cannot(model):
-    with pytest.raises(
-        UserInputError, match="no_repeat_ngram_size is supported by maxjax.generate"
-    ):
-        maxjax.stream(model, None, [1], no_repeat_ngram_size=2)
+def test_where_texts_do_not_share_pages_it_says_so(model):
+    with pytest.raises(UserInputError, match="bad_words is not supported by this function where"):
+        Batch(model, [[1]], [5], sampling=Sampling(bad_words=[[1, 2]]))
 
 
 # --- files ----------------------------------------------------------------------------------------

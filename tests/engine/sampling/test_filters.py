@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxjax.engine.sampling.draw import process_logits, sample
-from maxjax.engine.sampling.rows import RowSettings, sample_rows
+from maxjax.engine.sampling.rows import RowSettings, Words, sample_rows
 from maxjax.engine.sampling.settings import Sampling
 from tests.engine.sampling.test_draw import random_logits
 
@@ -87,10 +87,10 @@ def test_rows_with_settings_of_their_own_draw_as_alone():
     key, ends = np.asarray(jax.random.key_data(jax.random.key(5))), np.full(1, -1, np.int32)
     rows = [RowSettings.of(one, key, i, ends, V) for i, one in enumerate(each)]
     settings = jax.tree.map(lambda *a: jnp.stack(a), *rows)
-    run = jax.jit(sample_rows)
+    run, words, numbers = jax.jit(sample_rows), Words.empty(len(each), V, 8), jnp.arange(len(each))
     for position in range(5):
         positions = jnp.full(len(each), position, jnp.int32)
-        found = run(logits, settings, positions, positions).tokens
+        found = run(logits, settings, positions, positions, words, numbers).tokens
         for i, one in enumerate(each):
             alone = draw(
                 logits[i : i + 1], jax.random.key(5), one, rows=jnp.array([i]), positions=position
