@@ -86,7 +86,8 @@ class Engine:
             are about, as summaries do, come faster. It is used only while it pays: times and rates are measured
             (``stats()``). Prompts with penalties, ``banned``, ``logit_bias`` or a grammar are written without guesses.
             With ``exact`` it is always used, so that bits do not depend on times. None: no guesses.
-        adapters: LoRA adapters by name, as for :meth:`add_adapter`.
+        adapters: LoRA adapters by name, as for :meth:`add_adapter`. With ``exact``, give some here: the first changes
+            the programs of all answers.
         max_adapters: largest number of adapters at once; those of answers that have not ended count, also if they were
             replaced or removed.
         max_adapter_rank: largest rank of an adapter's updates.

@@ -7,6 +7,9 @@ import pytest
 import maxjax
 from maxjax import lora
 from maxjax.engine.batching import programs
+from maxjax.engine.batching.running import running_text
+from maxjax.engine.batching.scheduler import Scheduler
+from maxjax.engine.generate.request import Prompt, Request
 from maxjax.errors import CheckpointMismatchError, CheckpointMissingError, UserInputError
 from maxjax.models import Llama, LlamaConfig
 from maxjax.models.deepseek import DeepseekV3, DeepseekV3Config
@@ -236,6 +239,24 @@ def test_without_adapters_programs_are_those_of_the_model(model, each):
         engine.add_adapter("all", each["all"])
         engine.submit(PROMPTS[0], **OPTIONS).result()
         assert programs.decode._cache_size() == count
+
+
+def test_an_adapter_that_is_removed_before_its_text_is_in_the_queue(model):
+    """Only that text ends, with an error; submit cannot know it."""
+    scheduler, ended = Scheduler(model, 1, 8), []
+    request = Request(model, None, 3, None, (), None, {})
+    gone, other = (
+        running_text(
+            request, Prompt([1, 2], None, False), None, 0, adapter=name, ended=ended.append
+        )
+        for name in ("gone", None)
+    )
+    for text in (gone, other):
+        scheduler.add(text)
+    while scheduler.is_busy:
+        scheduler.step()
+    assert ended == [gone, other] and other.error is None and other.written == 3
+    assert isinstance(gone.error, UserInputError) and "no adapter 'gone'" in str(gone.error)
 
 
 def test_refused(model, each, tmp_path):

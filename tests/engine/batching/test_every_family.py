@@ -1,8 +1,10 @@
 """The Engine gives each family's texts what a batch gives them: every kind of attention, cache and recurrence."""
 
+import numpy as np
 import pytest
 
 import maxjax
+from maxjax.lora.targets import targets
 from tests.models.decoders import ids_of
 from tests.models.families.cases import every, first_of_each_family
 
@@ -29,3 +31,46 @@ def test_texts(case, tmp_path, monkeypatch):
     with maxjax.Engine(model, None, slots=2, chunk=32) as engine:
         answers = [engine.submit(ids, **options) for ids in prompts]
         assert [answer.result().tokens for answer in answers] == expected
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=str(case), marks=[] if str(case) == "jamba-mini" else pytest.mark.extra
+        )
+        for case in CASES
+    ],
+)
+def test_adapters(case, tmp_path):
+    """Rows with updates of every layer that can have one, and without, side by side."""
+    case.model(tmp_path)
+    model, _ = maxjax.load(tmp_path)
+    names = [name for one in targets(model) for name in one.names if one.in_mixture != "expert"]
+    each = {"linear": tuned(model, None, 1), "all": tuned(model, names, 2)}
+    options = {"max_new_tokens": 6, "eos_ids": (), "logprobs": 1}
+    prompts = [(ids_of(1, n, n)[0] % model.config.vocab_size).tolist() for n in (21, 3, 9)]
+    with maxjax.Engine(model, None, slots=3, chunk=32, adapters=each) as engine:
+        order = ("linear", "all", None)
+        answers = [
+            engine.submit(ids, adapter=name, **options)
+            for ids, name in zip(prompts, order, strict=True)
+        ]
+        for answer, ids, name in zip(answers, prompts, order, strict=True):
+            found = answer.result()
+            wanted = maxjax.generate(each.get(name, model), None, ids, **options)
+            assert found.tokens == wanted.tokens
+            found, wanted = ([one.logprob for one in of.logprobs] for of in (found, wanted))
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def tuned(model, names, seed):
+    """The model with LoRA weights that change its text."""
+    new, rng = maxjax.lora.add(model, names, rank=3), np.random.default_rng(seed)
+    values = {
+        name: rng.normal(0, 0.2, [int(n) for n in weight.shape]).astype(np.float32)
+        for name, weight in new.raw_state_dict().items()
+        if ".lora_" in name
+    }
+    new.load_state_dict(values, strict=False)
+    return new
