@@ -66,7 +66,7 @@ _ADVICE = {
     "do_sample": "temperature=: 0 is greedy, a larger value samples",
     "seed generator rng random_seed": "key=jax.random.key(seed)",
     "num_beams beam_size best_of early_stopping length_penalty":
-        "n= and a temperature: there is no beam search",
+        "num_beams= of maxjax.generate, which alone has beam search",
     "num_beam_groups penalty_alpha":
         "nothing: maxjax does not have it",
     "device_map device devices tensor_parallel_size n_gpu_layers max_memory":

@@ -304,10 +304,10 @@ def start_words(words: Words, slot: jax.Array, new: Words) -> Words:
     return jax.tree.map(lambda all_, one: all_.at[slot].set(one, mode="drop"), words, new)
 
 
-@partial(jax.jit, static_argnames=("count", "length"))
-def resized_words(words: Words, *, count: int, length: int) -> Words:
-    """The words with room for ``count`` sequences of ``length`` tokens in each slot."""
-    return words.resized(count, length)
+@partial(jax.jit, static_argnames="sizes")
+def resized_words(words: Words, *, sizes: tuple[int, int, int]) -> Words:
+    """The words with these sizes."""
+    return words.resized(*sizes)
 
 
 def sampled(

@@ -35,6 +35,7 @@ from ..isolation import isolated
 from ..sampling.penalties import check_tokens
 from ..sampling.rows import RowSettings, uses_words
 from ..sampling.sequences import Sequences, sequences_of
+from ..sampling.settings import Sampling
 from .adapters import LoadedAdapter
 from .grammar import Matcher
 from .pages import Key
@@ -216,22 +217,32 @@ def running_text(
         typed = jnp.issubdtype(checked.dtype, jax.dtypes.prng_key)
         words = np.asarray(jax.random.key_data(checked) if typed else checked)[..., :2]
     ends = np.asarray(request.eos_ids, np.int32)
-    bias = sequences = None
-    if sampling.needs_order:
-        sequences = sequences_of(sampling, size)
-    if uses_words(sampling):
-        check_tokens(sampling, size)
-        bias = np.zeros(size, np.float32)
-        for token, amount in dict(sampling.logit_bias).items():
-            bias[token] = amount
-        bias[list(sampling.banned)] = -np.inf
+    sequences = sequences_of(sampling, size) if sampling.needs_order else None
     settings = RowSettings.of(sampling, words, text, ends, size)
     return RunningText(
         request.partial_completion(prompt),
         prompt.ids,
         request.limit(prompt.ids),
         settings,
-        bias=bias,
+        bias=bias_of(sampling, size) if uses_words(sampling) else None,
         sequences=sequences,
         **options,
     )
+
+
+def bias_of(sampling: Sampling, vocab_size: int) -> np.ndarray:
+    """What settings add to the logit of each token, float32 ``[V]``; -inf for banned ones.
+
+    Raises:
+        UserInputError: a token is outside the vocabulary.
+
+    Example:
+        >>> bias_of(Sampling(banned=[1], logit_bias={0: 2.0}), 3).tolist()
+        [2.0, -inf, 0.0]
+    """
+    check_tokens(sampling, vocab_size)
+    bias = np.zeros(vocab_size, np.float32)
+    for token, amount in dict(sampling.logit_bias).items():
+        bias[token] = amount
+    bias[list(sampling.banned)] = -np.inf
+    return bias

@@ -52,6 +52,8 @@ from .speculation import Guesses, Speculation, accepted, rows_of, verify
 
 PAGE_SIZE = 64
 _LEAST_TOKENS, _LEAST_PAGES = 16, 8
+# Texts of this length have room in arrays about the order of tokens, if there are no pages to tell.
+_LONGEST_AT_FIRST = 4096
 # Up to this position, tokens of several texts are read together, each of which attends to its text by itself.
 _RAGGED = 2048
 # While prompts wait to be read, so many tokens are written between two pieces of them.
@@ -120,9 +122,9 @@ class Scheduler:
         pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
         self._is_recurrent = any(isinstance(group.kind, States) for group in model._groups.values())
         self.pages = Pages(pool.pages, PAGE_SIZE)
-        # Models with recurrent layers alone need no pages.
+        # Models with recurrent layers alone have no pages, and texts of any length.
         most = max(self._most_pages, pool.pages) * PAGE_SIZE
-        self._longest = min(model.max_length, most or model.max_length)
+        self._longest = min(model.max_length, most or _LONGEST_AT_FIRST)
         # A row of recurrent states is that of the last token alone.
         self._shares = not self._is_recurrent
         leaves = jax.tree.leaves(pool)
@@ -347,21 +349,22 @@ class Scheduler:
         assert text.slot is not None
         size = text.prompt_length
         prompt, answer = text.tokens[:size], text.tokens[size:]
-        self._set_words(text.slot, prompt, answer, text.bias, text.sequences)
+        longest = max(self._longest, bucket(text.limit)) if text.limit > self._longest else None
+        self._set_words(text.slot, prompt, answer, text.bias, text.sequences, longest)
 
     def _set_words(
         self, slot: int, prompt: Sequence[int], answer: Sequence[int], bias: np.ndarray | None = None,
-        sequences: Sequences | None = None,
+        sequences: Sequences | None = None, longest: int | None = None,
     ) -> None:  # fmt: skip
         """Sets the words of a slot."""
-        size, longest = self._vocab_size, self._longest if self._has_order else None
+        size, longest = self._vocab_size, (longest or self._longest) if self._has_order else None
         words = self.memory.words or self._placed_words(Words.empty(self.slots, size, longest))
         new = Words.of(prompt, answer, bias, sequences, longest, size)
         # Arrays of sequences grow with the largest request.
-        count, length = map(max, words.sizes, new.sizes)
-        if (count, length) != words.sizes:
-            words = self._placed_words(resized_words(words, count=count, length=length))
-        words = start_words(words, np.int32(slot), new.resized(count, length))
+        sizes = tuple(map(max, words.sizes, new.sizes))
+        if sizes != words.sizes:
+            words = self._placed_words(resized_words(words, sizes=sizes))
+        words = start_words(words, np.int32(slot), new.resized(*sizes))
         self.memory = self.memory._replace(words=words)
 
     def _placed_words(self, words: Words) -> Words:

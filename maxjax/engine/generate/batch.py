@@ -28,7 +28,7 @@ from ..sampling.penalties import History
 from ..sampling.settings import GREEDY, Amounts, Sampling
 from .programs import MAX_STEPS, BatchState, DispatchTokens, SamplerArgs, Shardings, decode, prefill
 
-_MIN_PREFILL, _MIN_CAPACITY = 16, 64
+MIN_PREFILL, _MIN_CAPACITY = 16, 64
 # Slots of the first KV cache beyond the longest prompt; the cache grows when a text needs more.
 _FIRST_NEW_TOKENS = 1024
 
@@ -86,7 +86,7 @@ class Batch:
         self.model, self.sampling, self.chunk = model, sampling, chunk
         self.together = together or Lockstep("generate", ())
         self.observer = observer or ProgramObserver(model)
-        self._input_sharding = _sharding_of_inputs(model)
+        self._input_sharding = sharding_of_inputs(model)
         self._prompts = [list(prompt) for prompt in prompts]
         self._limits = [int(n) for n in limits]
         self.shows = True  # whether compilation is shown as progress
@@ -152,7 +152,7 @@ class Batch:
         """
         longest = max(map(len, texts))
         while start < longest:
-            width = min(self.chunk, bucket(longest - start, _MIN_PREFILL))
+            width = min(self.chunk, bucket(longest - start, MIN_PREFILL))
             part, counts = _slice(texts, start, width)
             args = (self.state, part, counts, self._sampler)
             run = {"counts": lambda _, n=counts: n, "width": width, "keeps": not again}
@@ -400,7 +400,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def _sharding_of_inputs(model: Any) -> Any:
+def sharding_of_inputs(model: Any) -> Any:
     """The sharding of inputs and state: replicated over the model's mesh, or its single device."""
     found = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(model)]
     mesh = mesh_of(found)

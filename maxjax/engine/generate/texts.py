@@ -18,6 +18,7 @@ from ..batching.running import RunningText, running_text
 from ..sampling.settings import Sampling
 from .batch import bucket
 from .batches import BatchStream, in_batches
+from .beams import BeamSettings, beam_answers
 from .completion import Completion
 from .request import Prompt, Request, listed
 from .stream import STREAM_S, Stream, scheduler_for
@@ -42,6 +43,9 @@ def generate(
     prompts: Any = None,
     *,
     n: int | None = None,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
     eos_ids: Sequence[int] | None = None,
@@ -70,7 +74,13 @@ def generate(
             text.
         prompts: a text, the messages of a chat as dicts with "role" and "content", or token ids; or a
             list of these.
-        n: the number of answers to each prompt, which differ if tokens are drawn; None for one.
+        n: the number of answers to each prompt, which differ if tokens are drawn or ``num_beams`` is larger; None
+            for one.
+        num_beams: the number of answers that are continued side by side, of which the best are returned (beam search,
+            as in transformers). It is for greedy settings, with ``eos_ids`` and without stop strings.
+        length_penalty: the power of its length by which the score of a beam, its log-probability, is divided.
+        early_stopping: True to stop when ``num_beams`` answers have ended, False when the best of the others, at its
+            present length, is worse than these, "never" when none of the others can become better.
         max_new_tokens: the maximum number of generated tokens; the default is that of
             ``generation_config.json``, or 256. The model's context length is a limit as well.
         stop: one or more stop strings; they end an answer and are not part of it.
@@ -119,8 +129,9 @@ def generate(
     check_is_tokenizer(tokenizer)
     single, several = listed(prompts)
     count = 1 if n is None else checked_integer("n", n)
+    beams = BeamSettings.of(num_beams, length_penalty, early_stopping, count)
     found = dict(_answers(
-        model, tokenizer, several, "the prompt" if single else "prompts[{}]", count, stop=stop, eos_ids=eos_ids,
+        model, tokenizer, several, "the prompt" if single else "prompts[{}]", count, beams, stop=stop, eos_ids=eos_ids,
         max_new_tokens=max_new_tokens, key=key, sampling=sampling, batch_size=batch_size, chunk=chunk,
         cache_dtype=cache_dtype, chat=chat, template_kwargs=template_kwargs,
         skip_special_tokens=skip_special_tokens, **values,
@@ -161,7 +172,7 @@ def generate_each(
     single, several = listed(prompts)
     if single:
         raise UserInputError("generate_each takes a list of prompts: maxjax.generate takes one")
-    return _answers(model, tokenizer, several, "prompts[{}]", 1, **options)
+    return _answers(model, tokenizer, several, "prompts[{}]", 1, None, **options)
 
 
 def _answers(
@@ -170,6 +181,7 @@ def _answers(
     prompts: Sequence[Any],
     name: str,
     count: int,
+    beams: BeamSettings | None,
     *,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
@@ -191,18 +203,20 @@ def _answers(
             skip_special_tokens,
         )  # fmt: skip
         read = [request.prompt(one, name.format(i)) for i, one in enumerate(prompts)]
-        read = [one for one in read for _ in range(count)]
+        several = [one for one in read for _ in range(count)]
         batch_size = checked_integer("batch_size", batch_size)
         request.agree(
-            together, [prompt.ids for prompt in read], key,
-            batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype,
+            together, [prompt.ids for prompt in several], key,
+            batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype, beams=beams,
         )  # fmt: skip
-        options = {"key": key, "batch_size": batch_size, "chunk": chunk, "cache_dtype": cache_dtype}
-        if model.shares_pages():
-            answers = _as_slots_are_free(request, read, together, **options)
+        options = {"batch_size": batch_size, "chunk": chunk, "cache_dtype": cache_dtype}
+        if beams is not None:
+            answers = beam_answers(request, read, beams, count, together, **options)
+        elif model.shares_pages():
+            answers = _as_slots_are_free(request, several, together, key=key, **options)
         else:
-            answers = in_batches(request, read, together, **options)
-        with _progress_of(len(read)) as shown, contextlib.closing(answers):
+            answers = in_batches(request, several, together, key=key, **options)
+        with _progress_of(len(several)) as shown, contextlib.closing(answers):
             for i, text in answers:
                 shown.add(1)
                 yield i, text

@@ -172,18 +172,22 @@ class Words(NamedTuple):
         text = text.at[rows, place].set(tokens, mode="drop")
         return self._replace(counts=counts, order=self.order._replace(text=text))
 
-    def resized(self, count: int, length: int) -> Words:
-        """The words with room for ``count`` sequences of ``length`` tokens in each row."""
+    def resized(self, count: int, length: int, longest: int) -> Words:
+        """The words with room for ``count`` sequences of ``length`` tokens and texts of ``longest`` in each row."""
         if self.order is None:
             return self
-        sequences = self.order.sequences.resized(count, length)
-        return self._replace(order=self.order._replace(sequences=sequences))
+        text, sequences = self.order
+        pad = np.pad if isinstance(text, np.ndarray) else jnp.pad
+        text = pad(text, [*[(0, 0)] * (text.ndim - 1), (0, longest - text.shape[-1])])
+        return self._replace(order=Order(text, sequences.resized(count, length)))
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """The number of sequences in a row, and of tokens in each."""
-        shape = (0, 0) if self.order is None else self.order.sequences.tokens.shape
-        return shape[-2], shape[-1]
+    def sizes(self) -> tuple[int, int, int]:
+        """The number of sequences in a row, of tokens in each, and of tokens of the longest text."""
+        if self.order is None:
+            return 0, 0, 0
+        count, length = self.order.sequences.tokens.shape[-2:]
+        return count, length, self.order.text.shape[-1]
 
 
 def uses_order(sampling: Sampling) -> bool:
@@ -244,15 +248,7 @@ def sample_rows(
         [1, 2]
     """
     values = logits.astype(jnp.float32)
-    if words is not None and rows is not None:
-        values = jax.lax.cond(
-            jnp.any(settings.has_words), _adjusted, lambda values, *_: values,
-            values, settings, words, rows, positions,
-        )  # fmt: skip
-    early = written < settings.min_new_tokens
-    values = jax.lax.cond(
-        jnp.any(early), _without_ends, lambda values, *_: values, values, early, settings.ends
-    )
+    values = adjusted_rows(values, settings, positions, written, words, rows)
     if allowed is not None:
         bits = jnp.repeat(allowed, 32, axis=1)[:, : values.shape[1]]
         place = jax.lax.broadcasted_iota(jnp.uint32, values.shape, 1) % 32
@@ -288,6 +284,37 @@ def sample_rows(
         ),
     )
     return Sampled(tokens, valid, *reported)
+
+
+def adjusted_rows(
+    values: jax.Array,
+    settings: RowSettings,
+    positions: jax.Array,
+    written: jax.Array,
+    words: Words | None = None,
+    rows: jax.Array | None = None,
+) -> jax.Array:
+    """Logits or log-probabilities with biases, penalties and bans.
+
+    Args:
+        values: float32 ``[B, V]``.
+        settings, positions, written, words, rows: as for :func:`sample_rows`.
+
+    Example:
+        >>> one = RowSettings.of(Sampling(min_new_tokens=1), np.zeros(2, np.uint32), 0, np.array([2]), 3)
+        >>> settings, zeros = jax.tree.map(lambda a: jnp.asarray(a)[None], one), jnp.zeros(1, jnp.int32)
+        >>> adjusted_rows(jnp.zeros((1, 3)), settings, zeros, zeros).tolist()
+        [[0.0, 0.0, -inf]]
+    """
+    if words is not None and rows is not None:
+        values = jax.lax.cond(
+            jnp.any(settings.has_words), _adjusted, lambda values, *_: values,
+            values, settings, words, rows, positions,
+        )  # fmt: skip
+    early = written < settings.min_new_tokens
+    return jax.lax.cond(
+        jnp.any(early), _without_ends, lambda values, *_: values, values, early, settings.ends
+    )
 
 
 def _adjusted(

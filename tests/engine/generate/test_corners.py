@@ -395,7 +395,7 @@ def test_an_argument_that_is_called_otherwise(loaded, name, says):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("num_beams", "there is no beam search"),
+        ("beam_size", "num_beams= of maxjax.generate"),
         ("repeat_penalty", "did you mean repetition_penalty="),
         ("dtype", "it is an argument of maxjax.load"),
         ("streamer", r"use maxjax.stream\(…\)"),
