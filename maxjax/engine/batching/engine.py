@@ -25,11 +25,11 @@ from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
 from .adapters import Adapters
 from .answer import PendingAnswer
+from .draft import check_speculation
 from .grammar import matcher_of
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
 from .scheduler import PAGE_SIZE, Scheduler
-from .speculation import check_speculation
 
 # Tokens of each slot for which a cache without a given size has room.
 _TOKENS = 2048
@@ -86,6 +86,9 @@ class Engine:
             are about, as summaries do, come faster. It is used only while it pays: times and rates are measured
             (``stats()``). Prompts with penalties, ``banned``, ``logit_bias`` or a grammar are written without guesses.
             With ``exact`` it is always used, so that bits do not depend on times. None: no guesses.
+        draft: a smaller model of the same vocabulary that guesses tokens instead, as returned by ``maxjax.load``; an
+            ``assistant_model``. It draws with the numbers that the model draws with, so that answers stay the same. It
+            has a cache of its own, a part of ``cache_bytes``.
         adapters: LoRA adapters by name, as for :meth:`add_adapter`. With ``exact``, give some here: the first changes
             the programs of all answers.
         max_adapters: largest number of adapters at once; those of answers that have not ended count, also if they were
@@ -94,7 +97,8 @@ class Engine:
 
     Raises:
         UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid;
-            ``speculation`` is given for a model with recurrent layers, whose state cannot be taken back.
+            ``speculation`` or ``draft`` is given for a model with recurrent layers, whose state cannot go back, or
+            both are; or the vocabulary of ``draft`` is another one.
         OutOfMemoryError: a device has no room for the cache.
 
     Example:
@@ -109,6 +113,7 @@ class Engine:
         self, model: Any, tokenizer: Any = None, *, slots: int = 32, cache_bytes: int | str | None = None,
         chunk: int = 512, cache_dtype: Any = None, exact: bool = False,
         logits_processor: LogitsProcessor | None = None, speculation: str | None = None,
+        draft: Any = None,
         adapters: Mapping[str, Any] | None = None, max_adapters: int = 8, max_adapter_rank: int = 64,
     ):  # fmt: skip
         check_model(model)
@@ -124,9 +129,9 @@ class Engine:
                 f"chunk is {chunk}: with exact={exact} it must be at least {least}"
             )
         _check_processor(logits_processor, model.config.vocab_size)
-        check_speculation(model, speculation)
+        check_speculation(model, speculation, draft)
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
-        pages = page_count(model, self.slots, cache_bytes, dtype)
+        pages = page_count(model, self.slots, cache_bytes, dtype, draft)
         scheduler = Scheduler(
             model,
             self.slots,
@@ -135,7 +140,8 @@ class Engine:
             cache_dtype=dtype,
             exact=exact,
             logits_processor=logits_processor,
-            guesses=speculation is not None,
+            speculation=speculation,
+            draft=draft,
             adapters=Adapters(
                 model,
                 checked_integer("max_adapters", max_adapters),
@@ -432,7 +438,9 @@ class _Worker:
         self.scheduler.close()
 
 
-def page_count(model: Any, slots: int, cache_bytes: int | str | None, dtype: DType | None) -> int:
+def page_count(
+    model: Any, slots: int, cache_bytes: int | str | None, dtype: DType | None, draft: Any = None
+) -> int:
     """The number of pages of a cache of so many bytes on each device.
 
     Raises:
@@ -444,7 +452,9 @@ def page_count(model: Any, slots: int, cache_bytes: int | str | None, dtype: DTy
     one, two = (
         sum(
             held_bytes(leaf.sharding, leaf.shape, leaf.dtype.itemsize)
-            for leaf in jax.tree.leaves(model.page_pool(n, PAGE_SIZE, slots, dtype, abstract=True))
+            for one in (model, draft)
+            if one is not None
+            for leaf in jax.tree.leaves(one.page_pool(n, PAGE_SIZE, slots, dtype, abstract=True))
         )
         for n in (1, 2)
     )

@@ -79,6 +79,10 @@ class Pages:
         """Whether a page has this key."""
         return key in self._numbers
 
+    def key(self, number: int) -> Key | None:
+        """The key of a page; None if it has none."""
+        return self._keys.get(number)
+
     def share(self, keys: Sequence[Key]) -> list[int]:
         """Takes the pages with these keys for one more text, up to the first key that no page has."""
         found = []

@@ -29,6 +29,8 @@ from .running import RunningText
 
 # Programs are for so many tokens that end a text; one with more has programs of its own.
 _LEAST_ENDS = 32
+LEAST_TOKENS = 16
+"""The smallest number of tokens that a program of reading is for."""
 
 
 class EngineMemory(NamedTuple):
@@ -116,6 +118,30 @@ def row_of(
     for row, text in enumerate(texts):
         found[row] = get(text)
     return found
+
+
+def joined_tokens(pieces: Sequence[tuple[list[int], int, int]], rows: int) -> list[np.ndarray]:
+    """The arrays of ``read_tokens`` for the tokens of each text from a first one on, so many of them.
+
+    Example:
+        >>> [a.tolist() for a in joined_tokens([([5, 6, 7], 1, 2), ([8], 0, 1)], 2)][3]
+        [1, 2]
+    """
+    size = bucket(sum(count for _, _, count in pieces), LEAST_TOKENS)
+    ids, row_of_token, at = (np.full(size, n, np.int32) for n in (0, 0, -1))
+    ends, done = np.zeros(rows, np.int32), 0
+    for row, (tokens, start, count) in enumerate(pieces):
+        part = slice(done, done + count)
+        ids[part] = tokens[start : start + count]
+        row_of_token[part], at[part] = row, np.arange(start, start + count)
+        done += count
+        ends[row] = done - 1
+    return [ids, row_of_token, at, ends]
+
+
+def token_counts(chunk: int) -> list[int]:
+    """The numbers of tokens that programs of reading are for."""
+    return [n for n in (LEAST_TOKENS << i for i in range(20)) if n <= chunk]
 
 
 def _settings(texts: Sequence[RunningText], rows: int, vocab_size: int) -> RowSettings:

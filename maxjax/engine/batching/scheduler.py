@@ -32,26 +32,31 @@ from ..sampling.draw import Sampled
 from ..sampling.rows import MOST_LOGPROBS, Words
 from ..sampling.sequences import Sequences
 from .adapters import Adapters, LoadedAdapter
+from .draft import Drafts
 from .grammar import mask_words
+from .lookup import Lookups
 from .pages import Pages
 from .programs import (
+    LEAST_TOKENS,
     Choosing,
     EngineMemory,
     LogitsProcessor,
     TextRows,
     decode,
+    joined_tokens,
     moved,
     read,
     read_tokens,
     resized_words,
     row_of,
     start_words,
+    token_counts,
 )
 from .running import RunningText, Stage
-from .speculation import Guesses, Speculation, accepted, rows_of, verify
+from .speculation import Guesses, Plan, accepted, rows_of, verify
 
 PAGE_SIZE = 64
-_LEAST_TOKENS, _LEAST_PAGES = 16, 8
+_LEAST_PAGES = 8
 # Texts of this length have room in arrays about the order of tokens, if there are no pages to tell.
 _LONGEST_AT_FIRST = 4096
 # Up to this position, tokens of several texts are read together, each of which attends to its text by itself.
@@ -98,7 +103,8 @@ class Scheduler:
         together: the call that the scheduler belongs to, if several processes make it together.
         dispatch_s: the duration of a dispatch that is aimed at, in seconds: new prompts wait for it, and a stop string
             is noticed only after it.
-        guesses: whether tokens are guessed from the texts (``speculation.py``).
+        speculation: whether tokens are guessed from the texts themselves (``speculation.py``).
+        draft: a smaller model that guesses tokens.
         adapters: the adapters that texts may use.
     """
 
@@ -107,16 +113,17 @@ class Scheduler:
         self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, chunk: int = 512,
         cache_dtype: Any = None, tops: int = MOST_LOGPROBS, exact: bool = False,
         logits_processor: LogitsProcessor | None = None, has_order: bool = True,
-        together: Lockstep | None = None, dispatch_s: float = 0.1, guesses: bool = False,
-        adapters: Adapters | None = None,
+        together: Lockstep | None = None, dispatch_s: float = 0.1, speculation: str | None = None,
+        draft: Any = None, adapters: Adapters | None = None,
     ):  # fmt: skip
         self.adapters = Adapters(model) if adapters is None else adapters
         self.model, self.slots, self.chunk = model, slots, chunk
         self._vocab_size = model.config.vocab_size
         self._how, self._is_exact = Choosing(tops, logits_processor), exact
+        self.processor = logits_processor
         self._ropes = model.config.ropes_by_length
         self._observer, self.together = ProgramObserver(model), together or Lockstep("generate", ())
-        self._cache_dtype, self._dispatch_s = cache_dtype, dispatch_s
+        self.cache_dtype, self._dispatch_s = cache_dtype, dispatch_s
         self._has_order = has_order
         self._most_pages = pages if most_pages is None else most_pages
         pool = model.page_pool(pages, PAGE_SIZE, slots, cache_dtype)
@@ -134,10 +141,12 @@ class Scheduler:
         platform = platform_of(mesh_of(where) or where[0])
         # Elsewhere a token of a ragged call would read a copy of all pages of its text.
         self._is_ragged = platform == "cpu" and not self._is_recurrent and not exact
-        self.speculation = None
-        if guesses:
-            is_ragged = platform == "cpu"
-            self.speculation = Speculation(slots, self._row_counts(), is_ragged, exact)
+        options = (slots, self._row_counts(), platform == "cpu", exact)
+        self.speculation: Lookups | Drafts | None = None
+        if draft is not None:
+            self.speculation = Drafts(draft, self, *options)
+        elif speculation is not None:
+            self.speculation = Lookups(*options)
         self.waiting: list[RunningText] = []
         self.has_cancelled = False  # whether a text has been cancelled since the last step
         self.running: list[RunningText] = []  # in the order in which they got a slot
@@ -208,6 +217,8 @@ class Scheduler:
         self.waiting, self.running, self._coming = [], [], None
         if hasattr(self, "memory"):
             del self.memory
+            if isinstance(self.speculation, Drafts):
+                self.speculation.close()
 
     @isolated()
     def add_adapter(self, name: str, updates: Updates) -> None:
@@ -340,10 +351,12 @@ class Scheduler:
     def _grow(self, more: int) -> None:
         """Makes the pool larger by at least so many pages."""
         count = min(bucket(self.pages.count + more), self._most_pages)
-        new = self.model.page_pool(count, PAGE_SIZE, self.slots, self._cache_dtype)
+        new = self.model.page_pool(count, PAGE_SIZE, self.slots, self.cache_dtype)
         pool = moved(new, self.memory.pool, shardings=self._shardings)
         self.memory = self.memory._replace(pool=pool)
         self.pages.grow(count)
+        if isinstance(self.speculation, Drafts):
+            self.speculation.grow()
 
     def _start_words(self, text: RunningText) -> None:
         assert text.slot is not None
@@ -434,20 +447,12 @@ class Scheduler:
 
     def _read_tokens(self, pieces: Sequence[tuple[RunningText, int]]) -> None:
         """Reads tokens of several texts at once."""
-        texts, total = [text for text, _ in pieces], sum(count for _, count in pieces)
-        size, rows = bucket(total, _LEAST_TOKENS), self.slots
-        ids, row_of_token, at = (np.full(size, n, np.int32) for n in (0, 0, -1))
-        ends, done = np.zeros(rows, np.int32), 0
-        for row, (one, count) in enumerate(pieces):
-            part = slice(done, done + count)
-            ids[part] = one.tokens[one.stored : one.stored + count]
-            row_of_token[part], at[part] = row, np.arange(one.stored, one.stored + count)
-            done += count
-            ends[row] = done - 1
+        texts, rows = [text for text, _ in pieces], self.slots
+        args = joined_tokens([(one.tokens, one.stored, count) for one, count in pieces], rows)
+        for one, count in pieces:
             self._mark_read(one, count)
-        arrays = self._texts(texts, rows, finishes=[one.unread == 0 for one in texts])
-        args = (ids, row_of_token, at, ends)
-        of = (row_of_token, None)
+        arrays = self.text_rows(texts, rows, finishes=[one.unread == 0 for one in texts])
+        of = (args[1], None)
         sampled = self._run(read_tokens, texts, arrays, *args, width=None, rows=of)
         self._take_first(texts, sampled)
 
@@ -460,10 +465,10 @@ class Scheduler:
 
     def _read_piece(self, text: RunningText, count: int) -> None:
         """Reads tokens of one text."""
-        width = PAGE_SIZE if self._is_exact else bucket(count, _LEAST_TOKENS)
+        width = PAGE_SIZE if self._is_exact else bucket(count, LEAST_TOKENS)
         ids = np.zeros((1, width), np.int32)
         ids[0, :count] = text.tokens[text.stored : text.stored + count]
-        arrays = self._texts([text], 1, finishes=[count == text.unread])
+        arrays = self.text_rows([text], 1, finishes=[count == text.unread])
         counts, again = np.asarray([count], np.int32), text.stored < text.recorded
         sampled = self._run(
             read, [text], arrays, ids, counts, width=width, counts=lambda _: counts, keeps=not again
@@ -520,8 +525,8 @@ class Scheduler:
         """Begins the next steps of the texts that write, as many as the first process decides."""
         if not self._writing():
             return
-        if (guesses := self._guesses()) is not None:
-            return self._dispatch_guesses(guesses)
+        if (plan := self._plan()) is not None:
+            return self._dispatch_guesses(plan)
         decided = self.together.decide({"steps": self._steps_now()})
         if "steps" not in decided:
             raise EndedByOthers(decided)
@@ -539,20 +544,22 @@ class Scheduler:
         written = self._decode(texts, steps)
         self._coming = _Dispatch(texts, written, steps, began, None, _compiled() > compiled)
 
-    def _guesses(self) -> Guesses | None:
-        """The guesses for the next tokens of the texts that write; None if none are made."""
+    def _plan(self) -> Plan | None:
+        """The guesses that the next step has room for; None if none are made."""
         if self.speculation is None or self._observer.is_observed:
             return None
-        return self.speculation.guesses(self._writing())
+        return self.speculation.plan(self._writing())
 
-    def _dispatch_guesses(self, guesses: Guesses) -> None:
+    def _dispatch_guesses(self, plan: Plan) -> None:
         """Begins a step that reads the last token of each text and the guesses for those after it."""
-        texts = self._with_room(1 + guesses.most)
+        assert self.speculation is not None
+        texts = self._with_room(1 + plan.most)
         if not texts:
             return
+        guesses = self.speculation.guesses(plan, texts)
         began, compiled = time.perf_counter(), _compiled()
         rows = self.slots if guesses.shape[1] == 1 else guesses.shape[0]
-        args, arrays = rows_of(texts, guesses), self._texts(texts, rows)
+        args, arrays = rows_of(texts, guesses), self.text_rows(texts, rows)
         found = self._run(verify, texts, arrays, *args, width=None, rows=(args[1], args[1]))
         found = self._reported(found, texts)
         self._coming = _Dispatch(texts, found, 1, began, guesses, _compiled() > compiled)
@@ -618,7 +625,7 @@ class Scheduler:
         written = self._run(
             decode,
             texts,
-            self._texts(texts, rows),
+            self.text_rows(texts, rows),
             *args,
             width=None,
             counts=lambda one: one.counts,
@@ -650,7 +657,7 @@ class Scheduler:
 
     # --- programs
 
-    def _texts(
+    def text_rows(
         self, texts: Sequence[RunningText], rows: int, finishes: Sequence[bool] = ()
     ) -> TextRows:
         """The arrays of these texts, with padding up to ``rows``."""
@@ -685,6 +692,9 @@ class Scheduler:
             each = itertools.product(self._widths(longest), (None, every), self._adapter_programs())
             for width, allowed, has_adapters in each:
                 count += self._compile(width, allowed, has_adapters)
+        if isinstance(self.speculation, Drafts):
+            for width in self._widths(longest):
+                count += self.speculation.compile(width)
         if not had_words:
             self.memory = self.memory._replace(words=None)
         return count
@@ -708,10 +718,9 @@ class Scheduler:
         def blank(rows: int) -> TextRows:
             bits = None if allowed is None else np.broadcast_to(allowed, (rows, len(allowed)))
             table = np.full((rows, width), -1, np.int32)
-            return self._texts([], rows)._replace(table=table, allowed=bits)
+            return self.text_rows([], rows)._replace(table=table, allowed=bits)
 
-        sizes = [n for n in (_LEAST_TOKENS << i for i in range(20)) if n <= self.chunk]
-        for size in [PAGE_SIZE] if self._is_exact else sizes:
+        for size in [PAGE_SIZE] if self._is_exact else token_counts(self.chunk):
             none = np.zeros(size, np.int32)
             if self._is_ragged:
                 ends = np.zeros(self.slots, np.int32)

@@ -8,44 +8,37 @@ drawn ones too. The idea is that of Y. Leviathan et al. (arXiv:2211.17192). They
 distribution stays the model's; here a guess and the model's own choice are made with the same random numbers, so that
 it is enough to compare them.
 
-``Lookup`` guesses from the text itself. ``Speculation`` decides how many guesses are worth their time.
+``Speculation`` decides how many guesses are worth their time. They come from the text itself (``lookup``) or from a
+smaller model (``draft``).
 """
 
 from __future__ import annotations
 
-import itertools
+import abc
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import UserInputError, shown
-from ...nn.kv_cache.kinds import States
 from ...nn.kv_cache.pages import PagedCache
 from ...nn.layer.observe.programs import tapped
-from ..generate.programs import MAX_STEPS, DispatchTokens, Shardings
+from ..generate.programs import DispatchTokens, Shardings
 from ..sampling.draw import Sampled
 from .programs import Choosing, EngineMemory, TextRows, added, placed, sampled
 from .running import RunningText
 
-# The lengths of equal parts of a text that count as different kinds of guesses, and how many earlier places are
-# compared to find the longest.
-_LEAST_EQUAL, _MOST_EQUAL, _MOST_PLACES = 2, 8, 16
-# The largest number of guesses for a text in one call.
-_MOST_GUESSES = 15
 # How much an older guess counts against the next newer one, and how many guesses the rate of other texts stands for.
 _DECAY, _PRIOR = 0.95, 2.0
 # A guess that is less probable is not made.
 _LEAST_CHANCE = 0.05
 # A call with guesses must promise so many times as many tokens a second.
 _LEAST_GAIN = 1.05
-# The time of a further token of a call, relative to a step, where it has not been measured; the number of calls after
+# The time of a further token of a call, relative to a step, where it has not been measured; the number of steps after
 # which measured times are too old; and of how many of them the median is taken.
 _TOKEN_COST, _OLD, _MEASURED = 0.1, 1000, 7
 # With exact=True each call is for so many tokens of each text.
@@ -87,136 +80,62 @@ def verify(
     return (placed(EngineMemory(cache.pool, words), shardings), found), taps
 
 
-class Lookup:
-    """Guesses the next tokens of a text: those that came after the longest part of it that equals its end.
-
-    That is prompt lookup decoding: an answer repeats much of what it summarises, corrects or quotes. Earlier places
-    are found as LZ77 compressors find them, by chains of the places of equal pairs of tokens.
-
-    Args:
-        tokens: the text, a list to which its next tokens are added.
-
-    Attributes:
-        equal: the number of tokens before the place that equal the end of the text, 8 at most; 0: no such place.
-
-    Example:
-        >>> tokens = [7, 8, 9, 5, 7, 8]
-        >>> lookup = Lookup(tokens)
-        >>> lookup.guesses(6)
-        [9, 5, 7, 8, 9, 5]
-        >>> tokens += [9, 4]
-        >>> list(lookup.advance())
-        [(2, True), (3, False)]
-    """
-
-    def __init__(self, tokens: list[int]):
-        self._tokens, self._count = tokens, 0
-        self._places: dict[tuple[int, ...], int] = {}  # after the last of these pairs
-        self._earlier: list[int] = []  # for each place, the earlier one after the same pair
-        self._place = self.equal = 0
-        for count in range(1, len(tokens) + 1):
-            if count == len(tokens):
-                self._find(count)
-            self._add(count)
-
-    def advance(self) -> Iterator[tuple[int, bool]]:
-        """Takes the tokens that were added to the text; for each, ``equal`` and whether the guess was right."""
-        tokens = self._tokens
-        for count in range(self._count + 1, len(tokens) + 1):
-            is_right = self.equal > 0 and tokens[self._place] == tokens[count - 1]
-            yield self.equal, is_right
-            if is_right:
-                self._place += 1
-                self.equal = min(self.equal + 1, _MOST_EQUAL)
-            else:
-                self._find(count)
-            self._add(count)
-
-    def guesses(self, count: int) -> list[int]:
-        """The next so many tokens as they were there; those of a text that repeats itself do so."""
-        if not self.equal:
-            return []
-        found = self._tokens[self._place : self._place + count]
-        return list(itertools.islice(itertools.cycle(found), count))
-
-    def _add(self, count: int) -> None:
-        """Learns the last pair of the first ``count`` tokens."""
-        pair = tuple(self._tokens[max(count - 2, 0) : count])
-        self._earlier.append(self._places.get(pair, 0))
-        self._places[pair], self._count = count, count
-
-    def _find(self, count: int) -> None:
-        """Finds the place for the first ``count`` tokens."""
-        tokens, self.equal = self._tokens, 0
-        place = self._places.get(tuple(tokens[max(count - 2, 0) : count]), 0)
-        for _ in range(_MOST_PLACES):
-            if place < _LEAST_EQUAL:
-                break
-            equal, most = _LEAST_EQUAL, min(_MOST_EQUAL, place)
-            while equal < most and tokens[place - 1 - equal] == tokens[count - 1 - equal]:
-                equal += 1
-            if equal > self.equal:
-                self._place, self.equal = place, equal
-            if equal == _MOST_EQUAL:
-                break
-            place = self._earlier[place - 1]
-
-
 class Rates:
     """How often guesses of each kind have been right lately.
 
     Args:
-        parent: rates of other texts, which count as much as two guesses; None: half of those were right.
+        before: what counts as two earlier guesses: the rates of other texts, or a number.
 
     Example:
-        >>> rates = Rates(None)
+        >>> rates = Rates(0.5)
         >>> for is_right in (True, True, False):
         ...     rates.add(3, is_right)
         >>> round(rates.of(3), 2), rates.of(4)
         (0.59, 0.5)
     """
 
-    def __init__(self, parent: Rates | None):
-        self._parent = parent
-        self._right = [0.0] * (_MOST_EQUAL + 1)
-        self._all = [0.0] * (_MOST_EQUAL + 1)
+    def __init__(self, before: Rates | float):
+        self._before = before
+        self._counts: dict[int, tuple[float, float]] = {}  # of right ones, and of all
 
     def add(self, kind: int, is_right: bool) -> None:
         """Counts a guess; of kind 0 there are none."""
-        self._right[kind] = _DECAY * self._right[kind] + is_right
-        self._all[kind] = _DECAY * self._all[kind] + 1
-        if self._parent is not None:
-            self._parent.add(kind, is_right)
+        right, every = self._counts.get(kind, (0.0, 0.0))
+        self._counts[kind] = _DECAY * right + is_right, _DECAY * every + 1
+        if isinstance(self._before, Rates):
+            self._before.add(kind, is_right)
 
     def of(self, kind: int) -> float:
         """The chance of a guess."""
-        before = 0.5 if self._parent is None else self._parent.of(kind)
-        return (self._right[kind] + _PRIOR * before) / (self._all[kind] + _PRIOR)
+        before = self._before.of(kind) if isinstance(self._before, Rates) else self._before
+        right, every = self._counts.get(kind, (0.0, 0.0))
+        return (right + _PRIOR * before) / (every + _PRIOR)
 
 
-class Guesses(NamedTuple):
-    """What ``verify`` is called with.
-
-    Attributes:
-        shape: R and T.
-        tokens: the guesses for each text that has some.
-    """
+class Plan(NamedTuple):
+    """A call of ``verify``: its R and T, and the number of guesses for each text that has some."""
 
     shape: tuple[int, int]
-    tokens: Mapping[RunningText, list[int]]
+    counts: Mapping[RunningText, int]
 
     @property
     def most(self) -> int:
         """The largest number of guesses of a text."""
-        return max(map(len, self.tokens.values()), default=0)
+        return max(self.counts.values(), default=0)
 
 
-class Speculation:
+class Guesses(NamedTuple):
+    """The R and T of a call of ``verify``, and the guesses for each text that has some."""
+
+    shape: tuple[int, int]
+    tokens: Mapping[RunningText, list[int]]
+
+
+class Speculation(abc.ABC):
     """Decides which guesses are worth the time of their call.
 
-    A call with guesses takes longer than a decode step. Both times are measured while texts are written, and how
-    often guesses are right is known for each text, also while none of them is used: what the text goes on with says
-    whether a guess would have been right. So guesses that do not pay cost no time of the devices.
+    A call with guesses takes longer than a decode step. Both times are measured while texts are written, and so is how
+    often guesses are right.
 
     Args:
         slots: largest number of texts.
@@ -227,11 +146,11 @@ class Speculation:
     Attributes:
         shapes: R and T of the programs.
         made, right: numbers of guesses that were made, and that were right.
+        done: number of steps.
     """
 
     def __init__(self, slots: int, row_counts: Sequence[int], is_ragged: bool, is_exact: bool):
-        self._slots, self._row_counts = slots, row_counts
-        self._is_ragged, self._is_exact = is_ragged, is_exact
+        self.row_counts, self._is_ragged, self._is_exact = row_counts, is_ragged, is_exact
         most = max(16, 4 * slots)
         self.shapes: list[tuple[int, int]]
         if is_exact:
@@ -243,131 +162,123 @@ class Speculation:
         # By the number of rows, the last times of a step; and by shape too, those of a call over it, and when.
         self._seconds: dict[int, deque[float]] = {}
         self._times: dict[tuple[tuple[int, int], int], tuple[deque[float], int]] = {}
-        self._calls = 0
-        self._steps = 1  # of the next call without guesses
-        self._rates = Rates(None)
-        self._of: WeakKeyDictionary[RunningText, tuple[Lookup, Rates]] = WeakKeyDictionary()
-        self.made = self.right = 0
+        self.done = self.made = self.right = 0
 
-    def guesses(self, texts: Sequence[RunningText]) -> Guesses | None:
-        """The guesses for the next call; None if a call without them is better."""
+    @abc.abstractmethod
+    def chances(self, text: RunningText) -> list[float]:
+        """The chances that a text's next guesses are right, up to each of them."""
+
+    @abc.abstractmethod
+    def guesses(self, plan: Plan, texts: Sequence[RunningText]) -> Guesses:
+        """The guesses for texts, which have pages for them."""
+
+    def steps(self, most: int) -> int:
+        """The number of steps of the next call without guesses."""
+        return most
+
+    def extra_time(self, count: int, rows: int) -> float:
+        """The time in which so many guesses for each of ``rows`` texts are made, over that of a plain step."""
+        return 0.0
+
+    def plan(self, texts: Sequence[RunningText]) -> Plan | None:
+        """The next call; None if one without guesses is better."""
         rows, exact = len(texts), self.shapes[0]
-        chains = {text: chances for text in texts if (chances := self._chances(text))}
+        if not rows:
+            return None
+        chains = {text: found for text in texts if (found := self.chances(text))}
         if self._is_exact:
-            return Guesses(
-                exact, self._tokens({t: c[: EXACT_TOKENS - 1] for t, c in chains.items()})
-            )
-        if not chains or self._plain_seconds(rows) is None:
+            return Plan(exact, {t: min(len(c), EXACT_TOKENS - 1) for t, c in chains.items()})
+        if not chains or self.plain_seconds(rows) is None:
             return None
         best, found = _LEAST_GAIN * rows, None
         for shape in self.shapes:
-            if (chosen := self._chosen(chains, rows, shape)) is None:
+            if (counts := self._counts(chains, rows, shape)) is None:
                 continue
-            gain = sum(sum(chances) for chances in chosen.values())
-            value = (rows + gain) / self._time_of(shape, rows)
-            if value > best:
-                best, found = value, (shape, chosen)
-        return None if found is None else Guesses(found[0], self._tokens(found[1]))
-
-    def steps(self, most: int) -> int:
-        """The number of steps of the next call without guesses.
-
-        A text that repeats itself may do so again soon, which is noticed between two calls only.
-        """
-        return min(self._steps, most)
+            gain = sum(sum(chains[text][:count]) for text, count in counts.items())
+            time = self._time_of(shape, rows) + self.extra_time(max(counts.values()), rows)
+            if (rows + gain) / time > best:
+                best, found = (rows + gain) / time, Plan(shape, counts)
+        return found
 
     def learn(
         self, texts: Sequence[RunningText], guesses: Guesses | None, counts: np.ndarray
     ) -> None:
         """Learns from the ``counts`` tokens that texts have got."""
+        self.done += int(counts.max()) if guesses is None else 1
         if guesses is not None:
             self.made += sum(len(guesses.tokens.get(text, ())) for text in texts)
             self.right += int(counts[: len(texts)].sum()) - len(texts)
-        written = right = 0
-        for text in filter(_can_guess, texts):
-            lookup, rates = self._state(text)
-            for kind, is_right in lookup.advance():
-                rates.add(kind, is_right)
-                written, right = written + 1, right + is_right
-        if guesses is None:
-            self._steps = 1 if 4 * right > written else min(2 * self._steps, MAX_STEPS)
 
     def took(self, texts: Sequence[RunningText], guesses: Guesses | None, seconds: float) -> None:
         """Learns the time of a call with guesses, or of a step without them."""
-        self._calls += 1
-        rows = self._row_count(len(texts))
+        rows = self.row_count(len(texts))
         if guesses is None:
             self._seconds.setdefault(rows, deque(maxlen=_MEASURED)).append(seconds)
-        elif (plain := self._plain_seconds(rows)) is not None:
+        elif (plain := self.plain_seconds(rows)) is not None:
             # Relative times stay what they are when the machine has other work too.
             times, _ = self._times.get((guesses.shape, rows), (deque(maxlen=_MEASURED), 0))
             times.append(seconds / plain)
-            self._times[guesses.shape, rows] = times, self._calls
+            self._times[guesses.shape, rows] = times, self.done
 
-    def _state(self, text: RunningText) -> tuple[Lookup, Rates]:
-        if text not in self._of:
-            self._of[text] = Lookup(text.tokens), Rates(self._rates)
-        return self._of[text]
+    def row_count(self, rows: int) -> int:
+        """The number of texts of the program for so many."""
+        return next(n for n in self.row_counts if n >= rows)
 
-    def _chances(self, text: RunningText) -> list[float]:
-        """The chances that the text's guesses are right, up to each of them."""
-        if not _can_guess(text):
-            return []
-        room = min(text.limit - len(text.tokens) - 1, _MOST_GUESSES)
-        if text.text_length[1]:
-            room = min(room, text.text_length[1] - text.stored - 1)
-        lookup, rates = self._state(text)
-        found, chance, kind = [], 1.0, lookup.equal
-        while kind and len(found) < room:
-            chance *= rates.of(kind)
-            if chance < _LEAST_CHANCE:
-                break
-            found.append(chance)
-            kind = min(kind + 1, _MOST_EQUAL)
-        return found
-
-    def _tokens(self, chains: Mapping[RunningText, list[float]]) -> dict[RunningText, list[int]]:
-        return {text: self._of[text][0].guesses(len(chain)) for text, chain in chains.items()}
-
-    def _chosen(
-        self, chains: Mapping[RunningText, list[float]], rows: int, shape: tuple[int, int]
-    ) -> Mapping[RunningText, list[float]] | None:
-        """The guesses that a call of this shape has room for; None if another shape fits better."""
-        if not self._is_ragged:
-            if shape[0] != self._row_count(rows):
-                return None
-            return {text: chances[: shape[1] - 1] for text, chances in chains.items()}
-        room = shape[0] - rows
-        if room < 1:
-            return None
-        every = sorted((chance for chances in chains.values() for chance in chances), reverse=True)
-        least = every[min(room, len(every)) - 1]
-        found = {}
-        for text, chances in chains.items():
-            count = min(sum(chance >= least for chance in chances), room)
-            if count:
-                found[text] = chances[:count]
-                room -= count
-        return found
-
-    def _row_count(self, rows: int) -> int:
-        return next(n for n in self._row_counts if n >= rows)
-
-    def _plain_seconds(self, rows: int) -> float | None:
+    def plain_seconds(self, rows: int) -> float | None:
         """The time of a step without guesses; None if it has not been measured."""
-        found = self._seconds.get(self._row_count(rows))
+        found = self._seconds.get(self.row_count(rows))
         return None if found is None else statistics.median(found)
 
     def _time_of(self, shape: tuple[int, int], rows: int) -> float:
         """The time of a call over that of a step without guesses: the median of an estimate and the last times."""
-        times, when = self._times.get((shape, self._row_count(rows)), ((), 0))
+        times, when = self._times.get((shape, self.row_count(rows)), ((), 0))
         estimate = 1 + _TOKEN_COST * (shape[0] * shape[1] - rows)
-        return statistics.median_low([estimate, *(times if self._calls - when < _OLD else ())])
+        return statistics.median_low([estimate, *(times if self.done - when < _OLD else ())])
+
+    def _counts(
+        self, chains: Mapping[RunningText, list[float]], rows: int, shape: tuple[int, int]
+    ) -> dict[RunningText, int] | None:
+        """The numbers of guesses that a call of this shape has room for; None if it is not for so many texts."""
+        if not self._is_ragged:
+            if shape[0] != self.row_count(rows):
+                return None
+            return {text: min(len(chances), shape[1] - 1) for text, chances in chains.items()}
+        room = shape[0] - rows
+        if room < 1:
+            return None
+        every = sorted((chance for chances in chains.values() for chance in chances), reverse=True)
+        least, found = every[min(room, len(every)) - 1], {}
+        for text, chances in chains.items():
+            if count := min(sum(chance >= least for chance in chances), room):
+                found[text] = count
+                room -= count
+        return found
 
 
-def _can_guess(text: RunningText) -> bool:
-    """Whether tokens of a text are chosen without counts of those before, and without a grammar."""
-    return text.matcher is None and not text.settings.has_words
+def most_guesses(text: RunningText, most: int) -> int:
+    """The number of guesses that a text has room for; none if what is chosen depends on counts, or on a grammar."""
+    if text.matcher is not None or text.settings.has_words:
+        return 0
+    room = min(text.limit - len(text.tokens) - 1, most)
+    if text.text_length[1]:
+        room = min(room, text.text_length[1] - text.stored - 1)
+    return max(room, 0)
+
+
+def chain(rates: Sequence[float]) -> list[float]:
+    """The chances of guesses up to each of them, as far as they are large enough.
+
+    Example:
+        >>> chain([0.5, 0.5, 0.1, 0.9])
+        [0.5, 0.25]
+    """
+    found, chance = [], 1.0
+    for rate in rates:
+        chance *= rate
+        if chance < _LEAST_CHANCE:
+            break
+        found.append(chance)
+    return found
 
 
 def rows_of(texts: Sequence[RunningText], guesses: Guesses) -> list[np.ndarray]:
@@ -407,15 +318,3 @@ def accepted(texts: Sequence[RunningText], guesses: Guesses, found: Sampled) -> 
     each = jax.tree.map(lambda a: np.asarray(a)[places], found)
     is_bad = ~valid[firsts + counts - 1]
     return DispatchTokens(each.tokens, counts, is_bad, is_bad, each)
-
-
-def check_speculation(model: Any, speculation: Any) -> None:
-    """Raises UserInputError unless a model can be used with this value of ``speculation``."""
-    if speculation not in (None, "lookup"):
-        raise UserInputError(f"speculation must be 'lookup' or None, got {shown(speculation)}")
-    kinds = (group.kind for group in model._groups.values())
-    if speculation is not None and any(isinstance(kind, States) for kind in kinds):
-        raise UserInputError(
-            f"speculation is not supported for {type(model).__name__}: the state of its recurrent layers cannot go "
-            "back to the token before a wrong guess"
-        )

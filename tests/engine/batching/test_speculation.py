@@ -7,7 +7,9 @@ import scipy.stats
 
 import maxjax
 from maxjax.engine.batching import programs, speculation
-from maxjax.engine.batching.speculation import Lookup, Rates, Speculation
+from maxjax.engine.batching.draft import Drafts
+from maxjax.engine.batching.lookup import Lookup
+from maxjax.engine.batching.speculation import Rates, Speculation
 from maxjax.errors import UserInputError
 from maxjax.models import Llama, LlamaConfig, Mamba, MambaConfig
 from maxjax.models.parts.rotary import Rope
@@ -16,7 +18,7 @@ from tests.models.decoders import one_character_each
 
 from .test_engine import PROMPTS, SETTINGS, VOCAB, page_bytes, same
 
-KEY = jax.random.key(1)
+KEY, LOOKUP = jax.random.key(1), {"speculation": "lookup"}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,26 @@ def made(**options):
     return model
 
 
+@pytest.fixture(scope="module")
+def draft():
+    """A model that mostly agrees with the other one."""
+    config = LlamaConfig(
+        VOCAB, 32, 48, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=512
+    )
+    found, like = maxjax.init(Llama(config), jax.random.key(4)), made()
+    for layer in found.model.layers:
+        scale(layer.self_attn.o_proj.weight, 0.0)
+        scale(layer.mlp.down_proj.weight, 0.0)
+    found.model.embed_tokens.weight.value = like.model.embed_tokens.weight.value
+    found.lm_head.weight.value = like.lm_head.weight.value
+    return found
+
+
+@pytest.fixture(params=["lookup", "draft"])
+def how(request, draft):
+    return {"draft": draft} if request.param == "draft" else {"speculation": "lookup"}
+
+
 def scale(weight, factor):
     weight.value = weight.value * factor
 
@@ -51,7 +73,8 @@ def scale(weight, factor):
 def free(monkeypatch):
     """Guesses that cost nothing, so that all are used, whatever the machine measures."""
     monkeypatch.setattr(Speculation, "_time_of", lambda self, shape, rows: 1 + 1e-3 * shape[0])
-    monkeypatch.setattr(Speculation, "_plain_seconds", lambda self, rows: 1.0)
+    monkeypatch.setattr(Speculation, "plain_seconds", lambda self, rows: 1.0)
+    monkeypatch.setattr(Drafts, "extra_time", lambda self, count, rows: 0.0)
 
 
 @pytest.fixture(params=[True, False], ids=["tokens", "rows"])
@@ -65,9 +88,9 @@ def shapes(request, monkeypatch):
     monkeypatch.setattr(Speculation, "__init__", init)
 
 
-def answers(model, prompts, each, tokenizer=None, **options):
-    """The answers with guesses, which some of them have needed."""
-    with maxjax.Engine(model, tokenizer, speculation="lookup", **options) as engine:
+def answers(model, prompts, each, how, tokenizer=None, **options):
+    """The answers with guesses, some of which are right."""
+    with maxjax.Engine(model, tokenizer, **how, **options) as engine:
         waiting = [engine.submit(p, **o) for p, o in zip(prompts, each, strict=True)]
         found = [answer.result() for answer in waiting]
         stats = engine.stats()
@@ -83,41 +106,42 @@ def expected(model, prompts, each, tokenizer=None, **options):
         return [answer.result() for answer in waiting]
 
 
-def check(model, prompts, each, **options):
-    found = answers(model, prompts, each, **options)
+def check(model, prompts, each, how, **options):
+    found = answers(model, prompts, each, how, **options)
     for one, wanted in zip(found, expected(model, prompts, each, **options), strict=True):
         same(one, wanted)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_settings_of_their_own(model, shapes, slots):
+def test_settings_of_their_own(model, how, shapes, slots):
     """Greedy and drawn texts, with penalties and without, in one batch, of which some end while others go on."""
     each = [
         {"max_new_tokens": 30 + 9 * i, "eos_ids": (), "key": KEY, **one}
         for i, one in enumerate(SETTINGS)
     ]
-    check(model, PROMPTS, each, slots=slots, chunk=32)
+    check(model, PROMPTS, each, how, slots=slots, chunk=32)
 
 
-def test_ends_limits_and_borders_of_pages(model, shapes):
+def test_ends_limits_and_borders_of_pages(model, how, shapes):
     end = expected(model, PROMPTS[:1], [{"max_new_tokens": 40}], slots=1)[0].tokens[-1]
     loop = [*range(20)] * 6
     prompts = [loop[:n] for n in range(59, 71)]
     each = [{"max_new_tokens": n} for n in range(1, 7)]
     each += [{"max_new_tokens": 90, "eos_ids": [end], "min_new_tokens": n} for n in range(6)]
-    check(model, prompts, each, slots=12)
+    check(model, prompts, each, how, slots=12)
 
 
 def test_stop_strings(model):
     tokenizer = one_character_each()
     text = str(expected(model, ["abc"], [{"max_new_tokens": 150}], tokenizer=tokenizer)[0])
     each = [{"max_new_tokens": 150, "stop": text[n : n + 3]} for n in (60, 90, 120)]
-    check(model, ["abc"] * 3, each, tokenizer=tokenizer, slots=2)
+    check(model, ["abc"] * 3, each, LOOKUP, tokenizer=tokenizer, slots=2)
 
 
-def test_too_few_pages(model):
+def test_too_few_pages(model, draft, how):
     each = [{"max_new_tokens": 120, "temperature": 0.3, "key": KEY}] * len(PROMPTS)
-    check(model, PROMPTS, each, slots=4, cache_bytes=6 * page_bytes(model), chunk=32)
+    size = 6 * (page_bytes(model) + page_bytes(draft))
+    check(model, PROMPTS, each, how, slots=4, cache_bytes=size, chunk=32)
 
 
 def test_cancelled(model):
@@ -132,17 +156,18 @@ def test_cancelled(model):
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_mesh(model, explicit):
+def test_mesh(how, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,), devices=jax.devices()[:2])
-    check(made().to(mesh), PROMPTS[:4], [{"max_new_tokens": 40}] * 4, slots=2, chunk=32)
+    each = [{"max_new_tokens": 40}] * 4
+    check(made().to(mesh), PROMPTS[:4], each, how, slots=2, chunk=32)
 
 
-def test_exact(model):
+def test_exact(model, how):
     """The same bits whatever else runs, and whatever is measured."""
     options = {"max_new_tokens": 60, "logprobs": 2, "temperature": 0.5, "key": KEY}
     settings = {"slots": 5, "exact": True, "chunk": 64}
-    with maxjax.Engine(model, speculation="lookup", **settings) as engine:
+    with maxjax.Engine(model, **how, **settings) as engine:
         alone = [engine.submit(p, **options).result() for p in PROMPTS]
         together = [engine.submit(p, **options) for p in PROMPTS]
         for one, other in zip(alone, together, strict=True):
@@ -151,11 +176,12 @@ def test_exact(model):
         assert 0 < engine.stats().right_tokens < engine.stats().guessed_tokens
 
 
-def test_rope_of_the_length():
+def test_rope_of_the_length(how):
     """A text that outgrows the RoPE of its keys is read again, and no guess goes beyond that."""
     scaling = LongRoPEScalingParams([1.0, 1.5, 2.0, 2.5], [2.0, 3.0, 4.0, 9.0], 64, 512)
     rope = Rope(500.0, scaling)
-    check(made(rope_parameters=rope), PROMPTS, [{"max_new_tokens": 80}] * len(PROMPTS), slots=3)
+    each = [{"max_new_tokens": 80}] * len(PROMPTS)
+    check(made(rope_parameters=rope), PROMPTS, each, how, slots=3)
 
 
 def test_grammar():
@@ -163,7 +189,7 @@ def test_grammar():
     model, tokenizer = maxjax.load("tiny")
     each = [{"max_new_tokens": 60, "eos_ids": ()}, {"regex": "[a-e]{20}", "max_new_tokens": 60}]
     prompts = ["1 2 3 1 2 3 1 2 3", "What is 1 + 1?"]
-    found = answers(model, prompts, each, tokenizer=tokenizer, slots=2)
+    found = answers(model, prompts, each, LOOKUP, tokenizer, slots=2)
     assert len(found[1]) == 20
     for one, wanted in zip(found, expected(model, prompts, each, tokenizer, slots=2), strict=True):
         same(one, wanted)
@@ -175,7 +201,7 @@ def test_logits_processor(model):
         return jax.numpy.where(columns == (last + positions % 3)[:, None], logits + 3, logits)
 
     options = {"slots": 2, "logits_processor": processor}
-    check(model, PROMPTS, [{"max_new_tokens": 50}] * len(PROMPTS), **options)
+    check(model, PROMPTS, [{"max_new_tokens": 50}] * len(PROMPTS), LOOKUP, **options)
 
 
 def test_not_finite():
@@ -191,14 +217,17 @@ def test_not_finite():
         assert len(good.result().tokens) == 40
 
 
-def test_nothing_is_compiled_after_compile(model):
+def test_nothing_is_compiled_after_compile(model, draft, how):
     each = [programs.read, programs.read_tokens, programs.decode, speculation.verify]
     for program in each:
         program.clear_cache()
-    with maxjax.Engine(model, slots=3, chunk=32, speculation="lookup") as engine:
+    with maxjax.Engine(model, slots=3, chunk=32, **how) as engine:
         count = engine.compile()
-        # Chunks of 16 and 32 tokens, steps of 1 and 3 texts, and 4, 8 and 16 tokens with guesses.
-        assert count == sum(program._cache_size() for program in each) == 4 * (2 + 2 + 3)
+        # Chunks of 16 and 32 tokens, steps of 1 and 3 texts, and 4, 8 and 16 tokens with guesses; the draft has no
+        # words and no grammars.
+        programs_of_draft = (2 + 2) * ("draft" in how)
+        assert count == 4 * (2 + 2 + 3) + programs_of_draft
+        assert count == sum(program._cache_size() for program in each)
         waiting = [
             engine.submit(p, max_new_tokens=40, **o) for p, o in zip(PROMPTS, SETTINGS, strict=True)
         ]
@@ -214,7 +243,7 @@ def test_turned_off_where_it_does_not_pay(model, monkeypatch):
     with maxjax.Engine(model, slots=2, speculation="lookup") as engine:
         engine.submit(PROMPTS[0], max_new_tokens=200, eos_ids=()).result()
         assert engine.stats().guessed_tokens == 0
-        assert engine._worker.scheduler.speculation._rates.of(8) > 0.6
+        assert engine._worker.scheduler.speculation.rates.of(8) > 0.6
 
 
 def test_turned_off_where_guesses_are_wrong(model):
@@ -227,12 +256,68 @@ def test_turned_off_where_guesses_are_wrong(model):
         assert stats.steps > 390
 
 
-def test_refused(model):
+def test_draft_reads_shared_pages_once(model, draft):
+    """Also those of an ended text; and what was written without it."""
+    common = (np.arange(200) % VOCAB).tolist()
+    each = [{"max_new_tokens": 30}] * 4
+    prompts = [[*common, n] for n in range(4)]
+    read = []
+    with maxjax.Engine(model, slots=2, draft=draft) as engine:
+        drafts = engine._worker.scheduler.speculation
+        before = drafts._read_pieces
+        drafts._read_pieces = lambda pieces: (read.extend(n for *_, n in pieces), before(pieces))
+        first = engine.submit(prompts[0], **each[0]).result()
+        plan, drafts.plan = drafts.plan, lambda texts: None
+        text = engine.submit(prompts[1], max_new_tokens=20)
+        text.result()
+        drafts.plan = plan
+        turn = [*prompts[1], *text.result().tokens, 5]
+        turned = engine.submit(turn, max_new_tokens=30).result()
+        rest = [engine.submit(p, **o).result() for p, o in zip(prompts[2:], each[2:], strict=True)]
+    assert read == [201 - 1 + 1, 222 - 192, 201 - 192, 201 - 192]
+    wanted = expected(model, [prompts[0], turn, *prompts[2:]], each)
+    for one, other in zip([first, turned, *rest], wanted, strict=True):
+        same(one, other)
+
+
+def test_draft_that_is_the_model_is_always_right(model):
+    """Both draw with the same random numbers."""
+    each = [{**one, "max_new_tokens": 40, "key": KEY, "eos_ids": ()} for one in SETTINGS[:4]]
+    with maxjax.Engine(model, slots=4, draft=model) as engine:
+        for answer in [engine.submit(p, **o) for p, o in zip(PROMPTS, each, strict=False)]:
+            assert len(answer.result().tokens) == 40
+        stats = engine.stats()
+        assert stats.right_tokens == stats.guessed_tokens > 100
+
+
+def test_draft_that_is_always_wrong_is_seldom_asked(model, draft, monkeypatch):
+    """And tried again now and then."""
+    monkeypatch.setattr(Speculation, "_time_of", lambda self, shape, rows: 2.0)
+    other = jax.tree.map(lambda leaf: leaf, draft)
+    scale(other.lm_head.weight, -1.0)
+    with maxjax.Engine(model, slots=1, draft=other) as engine:
+        engine.submit(PROMPTS[0], max_new_tokens=400, eos_ids=()).result()
+        stats = engine.stats()
+        assert stats.right_tokens < 10
+        assert 14 <= stats.guessed_tokens < 60
+
+
+def test_refused(model, draft):
+    with pytest.raises(UserInputError, match="two ways"):
+        maxjax.Engine(model, speculation="lookup", draft=draft)
+    small = LlamaConfig(VOCAB - 1, 16, 32, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(UserInputError, match="expected 96 tokens, got 95"):
+        maxjax.Engine(model, draft=maxjax.init(Llama(small), jax.random.key(0)))
+    rope = Rope(500.0, LongRoPEScalingParams([1.0] * 4, [2.0] * 4, 64, 512))
+    with pytest.raises(UserInputError, match="RoPE"):
+        maxjax.Engine(model, draft=made(rope_parameters=rope))
     with pytest.raises(UserInputError, match="speculation must be"):
         maxjax.Engine(model, speculation="ngram")
     recurrent = maxjax.init(Mamba(MambaConfig(VOCAB, 16, num_hidden_layers=1)), jax.random.key(0))
     with pytest.raises(UserInputError, match="Mamba"):
         maxjax.Engine(recurrent, speculation="lookup")
+    with pytest.raises(UserInputError, match="Mamba"):
+        maxjax.Engine(model, draft=recurrent)
 
 
 def test_lookup_finds_the_longest_place():
@@ -259,7 +344,7 @@ def test_lookup_finds_the_longest_place():
 
 
 def test_rates_follow_what_happens():
-    rates = Rates(Rates(None))
+    rates = Rates(Rates(0.5))
     for _ in range(60):
         rates.add(2, False)
     assert rates.of(2) < 0.1 < 0.4 < rates.of(3)
@@ -271,7 +356,8 @@ def test_rates_follow_what_happens():
 @pytest.mark.parametrize(
     "draws", [10_000, pytest.param(200_000, marks=pytest.mark.extra, id="200000")]
 )
-def test_drawn_tokens_have_the_distribution_of_the_model(draws):
+@pytest.mark.parametrize("kind", ["lookup", "draft"])
+def test_drawn_tokens_have_the_distribution_of_the_model(draws, kind):
     """Chi-square of each token given the one before it, for a model that sees nothing else."""
     size = 64
     config = LlamaConfig(size, 16, 32, num_hidden_layers=1, num_attention_heads=2)
@@ -283,7 +369,13 @@ def test_drawn_tokens_have_the_distribution_of_the_model(draws):
     wanted /= wanted.sum(1, keepdims=True)
     texts, counts = draws // 500, np.zeros((size, size))
     options = {"max_new_tokens": 500, "temperature": 0.25, "eos_ids": ()}
-    with maxjax.Engine(model, slots=16, speculation="lookup") as engine:
+    how = LOOKUP
+    if kind == "draft":
+        other = maxjax.init(Llama(config), jax.random.key(5))
+        scale(other.model.layers[0].self_attn.o_proj.weight, 0)
+        scale(other.lm_head.weight, 0.8)
+        how = {"draft": other}
+    with maxjax.Engine(model, slots=16, **how) as engine:
         each = [engine.submit([i % size], key=jax.random.key(i), **options) for i in range(texts)]
         for i, answer in enumerate(each):
             tokens = [i % size, *answer.result().tokens]

@@ -1,0 +1,276 @@
+"""Draft models: a smaller model guesses the tokens of a larger one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ...errors import UserInputError, shown
+from ...graph.placement.arrays import platform_of
+from ...graph.placement.specs import mesh_of
+from ...nn.kv_cache.kinds import States
+from ...progress import compiling
+from ..generate.batch import bucket, check_model
+from ..generate.programs import DispatchTokens
+from .pages import Key
+from .programs import (
+    LEAST_TOKENS,
+    Choosing,
+    EngineMemory,
+    TextRows,
+    decode,
+    joined_tokens,
+    moved,
+    read,
+    read_tokens,
+    row_of,
+    token_counts,
+)
+from .running import RunningText
+from .speculation import Guesses, Plan, Rates, Speculation, chain, most_guesses
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+_MOST_GUESSES = 7
+# The rate of guesses that is assumed at first, and the time of a step of the draft over one of the model.
+_RATE, _STEP_TIME = 0.8, 0.2
+# The number of steps without guesses after which they are tried again.
+_AGAIN = 256
+# The number of times of which the median is taken.
+_MEASURED = 7
+
+
+class Drafts(Speculation):
+    """Guesses of a smaller model with the same vocabulary.
+
+    It writes the next tokens of all texts with their settings and random keys. Where both models draw with the same
+    numbers from similar distributions, they mostly draw the same token.
+
+    Its keys and values are in a pool of its own, in the pages with the numbers that texts have in the model's pool. It
+    reads the tokens of a text when it first guesses for it, and those that were written without it when it does so
+    again.
+
+    Args:
+        model: the smaller model.
+        scheduler: the scheduler, which knows the texts' pages.
+        options: arguments of ``Speculation``.
+    """
+
+    def __init__(self, model: Any, scheduler: Scheduler, *options: Any):
+        super().__init__(*options)
+        self._model, self._scheduler = model, scheduler
+        self._how = Choosing(1, scheduler.processor)
+        pool = self._pool()
+        leaves = jax.tree.leaves(pool)
+        where = [leaf.sharding for leaf in leaves]
+        self._shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
+        self._reads_tokens = platform_of(mesh_of(where) or where[0]) == "cpu"
+        self._memory = EngineMemory(pool, None)
+        self._step_seconds: deque[float] = deque(maxlen=_MEASURED)
+        self._rates: WeakKeyDictionary[RunningText, Rates] = WeakKeyDictionary()
+        # The list of pages of a text, which is another one when it gets others, and the number of tokens in them.
+        self._stored: WeakKeyDictionary[RunningText, tuple[list[int], int]] = WeakKeyDictionary()
+        self._keys: dict[int, Key] = {}  # of the pages that hold what their key says here too
+        self._last = 0  # step with guesses
+
+    def _pool(self) -> Any:
+        of = self._scheduler
+        return self._model.page_pool(of.pages.count, of.pages.size, of.slots, of.cache_dtype)
+
+    def close(self) -> None:
+        """Frees the memory on the devices."""
+        del self._memory
+
+    def grow(self) -> None:
+        """Makes the pool as large as the scheduler's."""
+        pool = moved(self._pool(), self._memory.pool, shardings=self._shardings)
+        self._memory = EngineMemory(pool, None)
+
+    def chances(self, text: RunningText) -> list[float]:
+        if not (most := most_guesses(text, _MOST_GUESSES)):
+            return []
+        most = min(most, self._model.max_length - text.stored - 1)
+        return chain([self._rates_of(text).of(1)] * most)
+
+    def extra_time(self, count: int, rows: int) -> float:
+        plain = self.plain_seconds(rows)
+        if not self._step_seconds or plain is None:
+            return (count + 1) * _STEP_TIME
+        return (count + 1) * statistics.median(self._step_seconds) / plain
+
+    def plan(self, texts: Sequence[RunningText]) -> Plan | None:
+        if self.done - self._last > _AGAIN:
+            self._rates.clear()  # the texts may go on with what is easier to guess
+            self._last = self.done
+        if (found := super().plan(texts)) is not None and found.counts:
+            self._last = self.done
+        return found
+
+    def guesses(self, plan: Plan, texts: Sequence[RunningText]) -> Guesses:
+        texts = [text for text in texts if text in plan.counts]
+        if not texts:
+            return Guesses(plan.shape, {})
+        self._read(texts)
+        steps = 1 + max(plan.counts[text] for text in texts)
+        began, compiled = time.perf_counter(), _compiled()
+        found = jax.device_get(self._decode(texts, steps))
+        if compiled == _compiled():
+            self._step_seconds.append((time.perf_counter() - began) / steps)
+        tokens = {}
+        for row, text in enumerate(texts):
+            count = min(int(found.counts[row]), plan.counts[text])
+            if found.bad[row]:
+                count = min(count, int(found.counts[row]) - 1)
+            if count:
+                tokens[text] = found.tokens[row, :count].tolist()
+            self._stored[text] = text.pages, text.stored + int(found.counts[row])
+        return Guesses(plan.shape, tokens)
+
+    def learn(
+        self, texts: Sequence[RunningText], guesses: Guesses | None, counts: np.ndarray
+    ) -> None:
+        super().learn(texts, guesses, counts)
+        if guesses is None:
+            return
+        for text, count in zip(texts, counts.tolist(), strict=False):
+            for place in range(min(count, len(guesses.tokens.get(text, ())))):
+                self._rates_of(text).add(1, place < count - 1)
+            if text in self._stored:
+                pages, stored = self._stored[text]
+                self._stored[text] = pages, min(stored, text.stored)
+
+    def _rates_of(self, text: RunningText) -> Rates:
+        if text not in self._rates:
+            self._rates[text] = Rates(_RATE)
+        return self._rates[text]
+
+    # --- programs
+
+    def _read(self, texts: Sequence[RunningText]) -> None:
+        """Reads the tokens of texts that the model has read and this one has not."""
+        chunk, pieces, room = self._scheduler.chunk, [], 0
+        for text in texts:
+            start = self._first_unread(text)
+            while start < text.stored:
+                if not room:
+                    self._read_pieces(pieces)
+                    pieces, room = [], chunk
+                count = min(text.stored - start, room)
+                pieces.append((text, start, count))
+                start, room = start + count, room - count
+            self._stored[text] = text.pages, text.stored
+        self._read_pieces(pieces)
+        for text in texts:
+            for page in text.pages[: text.stored // self._scheduler.pages.size]:
+                if (key := self._scheduler.pages.key(page)) is not None:
+                    self._keys[page] = key
+
+    def _first_unread(self, text: RunningText) -> int:
+        pages, stored = self._stored.get(text, (None, 0))
+        if pages is text.pages:
+            return stored
+        of, count = self._scheduler.pages, 0
+        for page in text.pages[: text.stored // of.size]:
+            if (key := of.key(page)) is None or self._keys.get(page) != key:
+                break
+            count += of.size
+        return count
+
+    def _read_pieces(self, pieces: Sequence[tuple[RunningText, int, int]]) -> None:
+        if not pieces:
+            return
+        if self._reads_tokens:
+            rows = self._scheduler.slots
+            args = joined_tokens([(text.tokens, a, n) for text, a, n in pieces], rows)
+            self._run(read_tokens, self._texts([text for text, *_ in pieces], rows), *args)
+            return
+        for text, start, count in pieces:
+            ids = np.zeros((1, bucket(count, LEAST_TOKENS)), np.int32)
+            ids[0, :count] = text.tokens[start : start + count]
+            rows = self._texts([text], 1)._replace(lengths=np.asarray([start], np.int32))
+            self._run(read, rows, ids, np.asarray([count], np.int32))
+
+    def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
+        rows = self.row_count(len(texts))
+        last = row_of(texts, rows, lambda text: text.tokens[-1], np.int32(0))
+        active = row_of(texts, rows, lambda text: True, np.bool_(False))
+        return self._run(
+            decode, self._texts(texts, rows), last, active, np.int32(steps), np.int32(0)
+        )
+
+    def _texts(self, texts: Sequence[RunningText], rows: int) -> TextRows:
+        """The arrays of texts, without what guesses do not depend on."""
+        found, none = self._scheduler.text_rows(texts, rows), np.zeros(rows, bool)
+        settings = found.settings._replace(has_words=none, has_logprobs=none)
+        return found._replace(settings=settings, allowed=None, text_lengths=None)
+
+    def compile(self, width: int) -> int:
+        """Compiles the programs for tables of this width; returns their number."""
+        of = self._scheduler
+        blank = lambda rows: self._texts([], rows)._replace(
+            table=np.full((rows, width), -1, np.int32)
+        )
+        sizes = token_counts(of.chunk)
+        for size in sizes:
+            none = np.zeros(size, np.int32)
+            if self._reads_tokens:
+                ends = np.zeros(of.slots, np.int32)
+                self._run(read_tokens, blank(of.slots), none, none, none - 1, ends)
+            else:
+                self._run(read, blank(1), none[None], np.zeros(1, np.int32))
+        for rows in self.row_counts:
+            none = np.zeros(rows, np.int32)
+            self._run(decode, blank(rows), none, none > 0, np.int32(1), np.int32(0))
+        return len(sizes) + len(self.row_counts)
+
+    def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
+        with compiling(program.__name__, self._scheduler.shows):
+            (self._memory, found), _ = program(
+                self._model, self._memory, texts, *args, how=self._how, shardings=self._shardings
+            )
+        return found
+
+
+def check_speculation(model: Any, speculation: Any, draft: Any) -> None:
+    """Raises UserInputError unless tokens of a model can be guessed in this way."""
+    if speculation not in (None, "lookup"):
+        raise UserInputError(f"speculation must be 'lookup' or None, got {shown(speculation)}")
+    if speculation is not None and draft is not None:
+        raise UserInputError("speculation and draft are two ways to guess tokens: pass one of them")
+    if speculation is None and draft is None:
+        return
+    if draft is not None:
+        check_model(draft)
+    for one in (model, draft):
+        if one is not None and any(
+            isinstance(group.kind, States) for group in one._groups.values()
+        ):
+            raise UserInputError(
+                f"speculation is not supported for {type(one).__name__}: the state of its recurrent layers cannot go "
+                "back to the token before a wrong guess"
+            )
+    if draft is None:
+        return
+    sizes = model.config.vocab_size, draft.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UserInputError(
+            f"draft must have the vocabulary of the model: expected {sizes[0]:,} tokens, got {sizes[1]:,}"
+        )
+    if draft.config.ropes_by_length:
+        raise UserInputError(
+            f"this {type(draft).__name__} is not supported as draft: its RoPE depends on the length of the text"
+        )
+
+
+def _compiled() -> int:
+    program: Any = decode
+    return program._cache_size()
