@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import jax
@@ -20,11 +20,12 @@ from ...nn.kv_cache.kinds import States
 from ...progress import compiling
 from ..generate.batch import bucket, check_model
 from ..generate.programs import DispatchTokens
-from .pages import Key
+from .pages import Key, Pages
 from .programs import (
     LEAST_TOKENS,
     Choosing,
     EngineMemory,
+    LogitsProcessor,
     TextRows,
     decode,
     joined_tokens,
@@ -37,9 +38,6 @@ from .programs import (
 from .running import RunningText
 from .speculation import Guesses, Plan, Rates, Speculation, chain, most_guesses
 
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
-
 _MOST_GUESSES = 7
 # The rate of guesses that is assumed at first, and the time of a step of the draft over one of the model.
 _RATE, _STEP_TIME = 0.8, 0.2
@@ -47,6 +45,21 @@ _RATE, _STEP_TIME = 0.8, 0.2
 _AGAIN = 256
 # The number of times of which the median is taken.
 _MEASURED = 7
+
+
+class ModelTexts(Protocol):
+    """What a draft needs to know of the ``Scheduler`` of the model's texts."""
+
+    slots: int
+    chunk: int
+    cache_dtype: Any
+    processor: LogitsProcessor | None
+    pages: Pages
+    shows: bool
+
+    def text_rows(self, texts: Sequence[RunningText], rows: int) -> TextRows:
+        """The arrays of texts, with padding up to ``rows``."""
+        ...
 
 
 class Drafts(Speculation):
@@ -65,7 +78,7 @@ class Drafts(Speculation):
         options: arguments of ``Speculation``.
     """
 
-    def __init__(self, model: Any, scheduler: Scheduler, *options: Any):
+    def __init__(self, model: Any, scheduler: ModelTexts, *options: Any):
         super().__init__(*options)
         self._model, self._scheduler = model, scheduler
         self._how = Choosing(1, scheduler.processor)
