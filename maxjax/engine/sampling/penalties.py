@@ -153,6 +153,11 @@ def _check(
     settings: Sampling, history: History | None, shape: tuple[int, ...], vocab_size: int
 ) -> None:
     check_tokens(settings, vocab_size)
+    if settings.needs_order:
+        raise UserInputError(
+            "no_repeat_ngram_size, bad_words, sequence_bias and dry_multiplier need the order of the tokens so far, "
+            "which a History does not have: use maxjax.generate or maxjax.Engine"
+        )
     if not settings.needs_history:
         return
     if history is None:

@@ -116,7 +116,7 @@ class Order(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What the rarer settings need, in rows of which a text has one. A pytree of 10 bytes per row and token of the
+    """What the rarer settings need, in rows of which a text has one. A pytree of 13 bytes per row and token of the
     vocabulary, and the texts.
 
     Attributes:
@@ -343,7 +343,9 @@ def _adjusted(
             return without_repeats(values, repeats, sequences, text, positions)
 
         unchanged = lambda values: values
-        found = jax.lax.cond(jnp.any(order.sequences.bias != 0), with_biases, unchanged, found)
+        of_sequences = jnp.take(order.sequences.bias, rows, axis=0, mode="clip")
+        has_biases = jnp.any((of_sequences != 0) & settings.has_words[:, None])
+        found = jax.lax.cond(has_biases, with_biases, unchanged, found)
         found = penalised(found, prompt, counts, *penalties)
         found = jax.lax.cond(jnp.any(repeats.are_used), with_repeats, unchanged, found)
     found = jnp.where(jnp.isneginf(bias), -jnp.inf, found)

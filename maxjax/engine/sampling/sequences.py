@@ -26,6 +26,10 @@ _LEAST_COUNT, _LEAST_LENGTH = 64, 8
 # The largest exponent of e in float32, as llama.cpp has it.
 _LARGEST_LOG = 88.7228391
 _NO_TOKEN = -1
+# A breaker ends with one of so many kinds of tails, of so many tokens; the first kind has none.
+_TAILS, _TAIL_LENGTH = 32, 20
+# The largest number of tokens of all biased sequences of a request, each counted as long as the longest one.
+_MOST_CELLS = 1 << 20
 # The largest penalty: a logit minus it is finite.
 _LARGEST = 1e38
 # Texts have fewer tokens than this, which float32 holds exactly.
@@ -65,16 +69,17 @@ class Sequences(NamedTuple):
     """Sequences of tokens of a row, or of several rows with a further first axis. A pytree.
 
     Attributes:
-        tokens: the tokens, int32 ``[S, K]``, padded with -1 at the left; a row of -1 is no sequence.
+        tokens: sequences that are biased, int32 ``[S, K]``, padded with -1 at the left; a row of -1 is no sequence.
         bias: what is added to the logit of the last token of each where the others precede it, float32 ``[S]``.
-        is_breaker: whether repetitions end where the sequence does, bool ``[S]``.
-        breakers: whether repetitions end at each token, bool ``[V]``.
+        heads: first tokens of breakers, where repetitions end: bit g of a token's number says that it is one if the
+            tail g follows, uint32 ``[V]``. The tail 0 is empty.
+        tails: the tails, int32 ``[32, 20]``, padded as ``tokens``.
     """
 
     tokens: Any
     bias: Any
-    is_breaker: Any
-    breakers: Any
+    heads: Any
+    tails: Any
 
     @staticmethod
     def of(
@@ -87,24 +92,37 @@ class Sequences(NamedTuple):
             breakers: the sequences where repetitions end.
             vocab_size: V.
 
+        Raises:
+            UserInputError: there are too many sequences, or they are too long.
+
         Example:
             >>> found = Sequences.of([((5, 6), -1.0)], [(3,), (1, 2, 3)], 8)
-            >>> found.tokens.shape, found.tokens[0, -3:].tolist(), found.breakers.nonzero()[0].tolist()
-            ((64, 8), [-1, 5, 6], [3])
+            >>> found.tokens.shape, found.tokens[0, -3:].tolist(), found.heads.tolist()
+            ((64, 8), [-1, 5, 6], [0, 2, 0, 1, 0, 0, 0, 0])
         """
-        single = np.zeros(vocab_size, bool)
-        single[[one[0] for one in breakers if len(one) == 1]] = True
-        several = [one for one in breakers if len(one) > 1]
-        each = [*(tokens for tokens, _ in biases), *several]
+        each = [tokens for tokens, _ in biases]
         count = _bucket(len(each), _LEAST_COUNT)
         length = _bucket(max(map(len, each), default=0), _LEAST_LENGTH)
-        tokens = np.full((count, length), _NO_TOKEN, np.int32)
-        for row, one in zip(tokens, each, strict=False):
-            row[length - len(one) :] = one
-        bias, is_breaker = np.zeros(count, np.float32), np.zeros(count, bool)
+        if count * length > _MOST_CELLS:
+            raise UserInputError(
+                f"bad_words and sequence_bias have {len(each):,} sequences of up to {max(map(len, each)):,} tokens: "
+                f"the product must be at most {_MOST_CELLS:,}"
+            )
+        bias = np.zeros(count, np.float32)
         bias[: len(biases)] = [amount for _, amount in biases]
-        is_breaker[len(biases) : len(each)] = True
-        return Sequences(tokens, bias, is_breaker, single)
+        heads = np.zeros(vocab_size, np.uint32)
+        tails: dict[tuple[int, ...], int] = {(): 0}
+        for head, *tail in breakers:
+            group = tails.setdefault(tuple(tail), len(tails))
+            if group >= _TAILS or len(tail) > _TAIL_LENGTH:
+                raise UserInputError(
+                    f"dry_sequence_breakers end in more than {_TAILS - 1} different sequences, or in more than "
+                    f"{_TAIL_LENGTH} tokens: pass fewer or shorter ones"
+                )
+            heads[head] |= np.uint32(1 << group)
+        return Sequences(
+            _aligned(each, count, length), bias, heads, _aligned(list(tails), _TAILS, _TAIL_LENGTH)
+        )
 
     def resized(self, count: int, length: int) -> Sequences:
         """These sequences with padding up to the shape ``[…, count, length]``."""
@@ -112,12 +130,18 @@ class Sequences(NamedTuple):
         more = (0, count - self.tokens.shape[-2])
         longer = (length - self.tokens.shape[-1], 0)
         pad = np.pad if isinstance(self.tokens, np.ndarray) else jnp.pad
-        return Sequences(
-            pad(self.tokens, [*rows, more, longer], constant_values=_NO_TOKEN),
-            pad(self.bias, [*rows, more]),
-            pad(self.is_breaker, [*rows, more]),
-            self.breakers,
+        return self._replace(
+            tokens=pad(self.tokens, [*rows, more, longer], constant_values=_NO_TOKEN),
+            bias=pad(self.bias, [*rows, more]),
         )
+
+
+def _aligned(each: Sequence[tuple[int, ...]], count: int, length: int) -> np.ndarray:
+    """The sequences as int32 ``[count, length]``, padded with -1 at the left."""
+    found = np.full((count, length), _NO_TOKEN, np.int32)
+    for row, one in zip(found, each, strict=False):
+        row[length - len(one) :] = one
+    return found
 
 
 def sequences_of(sampling: Sampling, vocab_size: int) -> Sequences:
@@ -177,7 +201,7 @@ def biased(
     before = jnp.where(place >= 0, before, _NO_TOKEN - 1)[:, None, :]  # [B, 1, K - 1]
     wanted, last = sequences.tokens[:, :, :-1], sequences.tokens[:, :, -1]
     fits = jnp.all((wanted == before) | (wanted == _NO_TOKEN), axis=2) & (last != _NO_TOKEN)
-    amounts = jnp.where(fits & ~sequences.is_breaker, sequences.bias, 0.0)
+    amounts = jnp.where(fits, sequences.bias, 0.0)
     return values.at[_rows(last), jnp.where(fits, last, values.shape[1])].add(amounts, mode="drop")
 
 
@@ -241,9 +265,7 @@ def match_lengths(text: jax.Array, lengths: jax.Array, most: jax.Array) -> jax.A
     def compare(state: Any) -> Any:
         k, alive, shifted, found = state
         last = jnp.take_along_axis(text, jnp.maximum(lengths - 1 - k, 0)[:, None], axis=1)
-        shifted = jnp.concatenate(
-            [jnp.full_like(shifted[:, :1], _NO_TOKEN), shifted[:, :-1]], axis=1
-        )
+        shifted = _later(shifted, _NO_TOKEN)
         alive = alive & (shifted == last)
         found = found + alive.astype(jnp.int32)
         return k + 1, alive & (k + 1 < most[:, None]), shifted, found
@@ -256,25 +278,36 @@ def match_lengths(text: jax.Array, lengths: jax.Array, most: jax.Array) -> jax.A
 def _since_breaker(sequences: Sequences, text: jax.Array, lengths: jax.Array) -> jax.Array:
     """The number of tokens after the last breaker of each text, int32 ``[B]``."""
     place = jax.lax.broadcasted_iota(jnp.int32, text.shape, 1)
-    ends = jnp.take_along_axis(sequences.breakers, text, axis=1)
+    heads = jnp.take_along_axis(sequences.heads, text, axis=1)
+    sizes = jnp.sum((sequences.tails != _NO_TOKEN).astype(jnp.int32), axis=2)  # [B, 32]
+    width = sequences.tails.shape[2]
 
-    def of_sequences(ends: jax.Array) -> jax.Array:
-        def one(s: jax.Array, ends: jax.Array) -> jax.Array:
-            at = lambda array: jax.lax.dynamic_index_in_dim(array, s, 1, keepdims=False)
-            wanted, shifted, fits = at(sequences.tokens), text, at(sequences.is_breaker)[:, None]
-            for k in range(wanted.shape[1] - 1, -1, -1):
-                fits = fits & (
-                    (wanted[:, k : k + 1] == shifted) | (wanted[:, k : k + 1] == _NO_TOKEN)
-                )
-                none = jnp.full_like(shifted[:, :1], _NO_TOKEN - 1)
-                shifted = jnp.concatenate([none, shifted[:, :-1]], axis=1)
-            return ends | fits
+    def with_tail(g: jax.Array, ends: jax.Array) -> jax.Array:
+        tail = jax.lax.dynamic_index_in_dim(sequences.tails, g, 1, keepdims=False)
 
-        return jax.lax.fori_loop(0, sequences.tokens.shape[1], one, ends)
+        def compare(k: jax.Array, state: Any) -> Any:
+            fits, tokens, before = state
+            wanted = jax.lax.dynamic_slice_in_dim(tail, width - 1 - k, 1, axis=1)  # [B, 1]
+            is_one = wanted != _NO_TOKEN
+            fits = fits & (~is_one | (tokens == wanted))
+            move = lambda a, rest: jnp.where(is_one, _later(a, rest), a)
+            return fits, move(tokens, _NO_TOKEN), move(before, jnp.uint32(0))
 
-    ends = jax.lax.cond(jnp.any(sequences.is_breaker), of_sequences, lambda ends: ends, ends)
+        start = jnp.ones(text.shape, bool), text, heads
+        fits, _, before = jax.lax.fori_loop(0, jnp.max(sizes), compare, start)
+        is_head = (before >> g.astype(jnp.uint32)) & 1 == 1
+        return ends | (fits & is_head)
+
+    ends = heads & 1 == 1
+    count = 1 + jnp.sum(jnp.any(sizes > 0, axis=0).astype(jnp.int32))
+    ends = jax.lax.fori_loop(1, count, with_tail, ends)
     last = jnp.max(jnp.where(ends & (place < lengths[:, None]), place, -1), axis=1)
     return lengths - 1 - last
+
+
+def _later(array: jax.Array, rest: Any) -> jax.Array:
+    """The array ``[B, L]`` moved by one place, with ``rest`` in the first."""
+    return jnp.concatenate([jnp.full_like(array[:, :1], rest), array[:, :-1]], axis=1)
 
 
 def _rows(columns: jax.Array) -> jax.Array:

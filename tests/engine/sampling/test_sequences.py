@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxjax.engine.sampling.draw import sample
 from maxjax.engine.sampling.sequences import (
     Repeats,
     Sequences,
@@ -117,6 +118,7 @@ DRY = [
     (0.8, 1.75, 2, ((3,),)),
     (2.0, 1.0, 1, ((0, 2), (1, 1, 3))),
     (0.5, 3.0, 3, ((2,), (0, 1))),
+    (1.0, 1.5, 1, ((0, 0, 1, 0), (1, 0, 0), (0, 2), (3, 3))),
 ]
 
 
@@ -177,3 +179,25 @@ def test_sequences_outside_the_vocabulary_are_refused():
             sequences_of(Sampling(**{name: value}), V)
     with pytest.raises(UserInputError, match="bad_words has the text 'a', which needs a tokenizer"):
         sequences_of(Sampling(bad_words=["a"]), V)
+
+
+def test_too_many_or_too_long_sequences_are_refused():
+    long = Sampling(bad_words=[[1] * 20_000])
+    with pytest.raises(UserInputError, match="1 sequences of up to 20,000 tokens: the product"):
+        sequences_of(long, V)
+    many = Sampling(bad_words=[[i // 400 % V, i // 20 % 20, i % 20] for i in range(9000)])
+    assert sequences_of(many, V).tokens.shape == (16384, 8)
+    kinds = [[0, i, 1] for i in range(V)] + [[0, i, 2] for i in range(9)]
+    for breakers in (kinds, [[0] * 22]):
+        settings = Sampling(dry_multiplier=1, dry_sequence_breakers=breakers)
+        with pytest.raises(UserInputError, match="pass fewer or shorter ones"):
+            sequences_of(settings, V)
+    assert sequences_of(Sampling(dry_multiplier=1, dry_sequence_breakers=kinds[:31]), V) is not None
+
+
+@pytest.mark.parametrize("settings", [
+    {"no_repeat_ngram_size": 2}, {"bad_words": [[1, 2]]}, {"sequence_bias": {(1, 2): 1.0}}, {"dry_multiplier": 1},
+])  # fmt: skip
+def test_sample_has_no_order_of_tokens(settings):
+    with pytest.raises(UserInputError, match="need the order of the tokens so far"):
+        sample(jnp.zeros((1, V)), settings=Sampling(**settings))
