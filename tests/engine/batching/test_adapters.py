@@ -203,14 +203,30 @@ def test_texts_go_on_with_an_adapter_that_is_replaced_or_removed(model, each):
 
 
 def test_the_bits_are_the_same_whatever_adapters_others_use(model, each):
-    def run(names):
-        with maxjax.Engine(model, slots=3, chunk=64, exact=True, adapters=each) as engine:
+    def run(names, adapters):
+        with maxjax.Engine(model, slots=3, chunk=64, exact=True, adapters=adapters) as engine:
             answers = submitted(engine, names)
             return [[one.logprob for one in answer.result().logprobs] for answer in answers]
 
-    first, second = run(["all"] * 8), run(["all", None, "some", "all", "ends", "some", None, "all"])
+    mixed = ["all", None, "some", "all", "ends", "some", None, "all"]
+    first, second = run(["all"] * 8, each), run(mixed, dict(reversed(each.items())))
     for number in (0, 3, 7):
         assert first[number] == second[number]
+
+
+@pytest.mark.extra
+def test_places_and_ranks_grow(model, each):
+    """While a text is written, more and larger adapters come than there are places and ranks."""
+    options = {"max_new_tokens": 200, "eos_ids": ()}
+    large = lora.add(model, "q_proj", rank=40, key=jax.random.key(0))
+    with maxjax.Engine(model, slots=2, adapters=each) as engine:
+        answer = engine.submit(PROMPTS[0], adapter="all", **options)
+        for number in range(5):
+            engine.add_adapter(f"other {number}", tuned(model, "some") if number else large)
+        found = engine.submit(PROMPTS[0], adapter="other 4", **OPTIONS)
+        same(found, maxjax.generate(tuned(model, "some"), None, PROMPTS[0], **OPTIONS))
+        expected = maxjax.generate(each["all"], None, PROMPTS[0], **options).tokens
+        assert answer.result().tokens == expected
 
 
 def test_nothing_is_compiled_after_compile(model, each):
