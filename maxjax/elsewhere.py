@@ -24,6 +24,7 @@ _GENERATE = _named(
     eos_ids="eos_token_id eos_token_ids stop_token_ids",
     logprobs="top_logprobs num_logprobs prompt_logprobs",
     n="num_return_sequences",
+    draft="assistant_model draft_model",
     banned="suppress_tokens",
     bad_words="bad_words_ids",
     top_n_sigma="nsigma top_nsigma",
@@ -83,6 +84,8 @@ _ADVICE = {
     "proxies endpoint": "the environment: HTTPS_PROXY, HF_ENDPOINT",
     "lora_dropout dropout": "nothing: LoRA has no dropout here",
     "modules_to_save": "maxjax.partition(model, …), which selects the weights that are trained",
+    "prompt_lookup_num_tokens prompt_lookup_max num_speculative_tokens speculative_config speculative_model":
+        'speculation="lookup", or draft= a smaller model',
     "system system_prompt": 'messages=[{"role": "system", "content": …}] of maxjax.Conversation',
     "variant": "filename= of maxjax.load, with the whole name of the file",
     "sampling_params": "sampling=maxjax.Sampling(…)",

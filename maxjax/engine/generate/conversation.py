@@ -31,7 +31,7 @@ from .batch import Batch
 from .batches import BatchStream
 from .completion import Completion, PartialCompletion
 from .request import Prompt, Request
-from .stream import STREAM_S, Stream, scheduler_for
+from .stream import STREAM_S, Stream, checked_guesses, scheduler_for
 
 _OPENING = ("system", "developer")
 
@@ -42,7 +42,7 @@ class Conversation(Rendered):
     Args:
         model, tokenizer: the pair that ``maxjax.load`` returns.
         messages: the messages that the chat begins with: ``{"role": "system", "content": …}`` …
-        max_new_tokens, stop, eos_ids, key, sampling, chunk, cache_dtype, values: the arguments of
+        max_new_tokens, stop, eos_ids, key, sampling, chunk, cache_dtype, speculation, draft, values: the arguments of
             :func:`maxjax.generate`.
         template: the name of one of the tokenizer's chat templates, or the source of a template.
         template_kwargs: further variables of the template, e.g. ``{"enable_thinking": False}``.
@@ -81,6 +81,8 @@ class Conversation(Rendered):
         sampling: Sampling | None = None,
         chunk: int = 512,
         cache_dtype: Any = None,
+        speculation: str | None = None,
+        draft: Any = None,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         skip_special_tokens: bool = True,
@@ -95,6 +97,8 @@ class Conversation(Rendered):
         self._left_out: dict[str, Any] | None = None
         self._key = jax.random.key(0) if key is None else key
         self._chunk, self._cache_dtype = chunk, cache_dtype
+        together = Lockstep("Conversation", shardings_of(model))
+        self._guesses = checked_guesses(model, together, speculation, draft)
         self._turns = 0
         # The cache of the turns before, and the last text in it.
         self._scheduler: Scheduler | None = None
@@ -169,7 +173,7 @@ class Conversation(Rendered):
     def _new_scheduler(self, prompt: Prompt, together: Lockstep) -> Scheduler:
         return scheduler_for(
             self._request, [prompt], 1, chunk=self._chunk, cache_dtype=self._cache_dtype, together=together,
-            longest=self._request.longest, dispatch_s=STREAM_S,
+            longest=self._request.longest, dispatch_s=STREAM_S, **self._guesses,
         )  # fmt: skip
 
     def _take(self, message: list[dict[str, Any]], partial: PartialCompletion) -> None:

@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...models.weights import named_dtype
+from ..batching.draft import check_speculation
 from ..batching.running import RunningText, Stage, running_text
 from ..batching.scheduler import PAGE_SIZE, EndedByOthers, Scheduler
 from ..sampling.rows import MOST_LOGPROBS, uses_order
@@ -25,7 +27,8 @@ STREAM_S = 0.05
 
 def scheduler_for(
     request: Request, prompts: Sequence[Prompt], slots: int, *, chunk: int, cache_dtype: Any,
-    together: Lockstep, longest: int | None = None, dispatch_s: float = 0.1,
+    together: Lockstep, longest: int | None = None, dispatch_s: float = 0.1, speculation: str | None = None,
+    draft: Any = None,
 ) -> Scheduler:  # fmt: skip
     """A scheduler whose pool grows with the texts of a request, and in which no text ever waits for pages.
 
@@ -34,7 +37,7 @@ def scheduler_for(
         prompts: the prompts.
         slots: number of texts at once.
         chunk, cache_dtype: as for :func:`maxjax.generate`.
-        together, dispatch_s: as for ``Scheduler``.
+        together, dispatch_s, speculation, draft: as for ``Scheduler``.
         longest: largest number of tokens of a text; None: that of these prompts.
     """
     limits = sorted((request.limit(one.ids), len(one.ids)) for one in prompts)[-slots:]
@@ -51,7 +54,29 @@ def scheduler_for(
         has_order=uses_order(request.sampling),
         together=together,
         dispatch_s=dispatch_s,
+        speculation=speculation,
+        draft=draft,
     )
+
+
+def checked_guesses(
+    model: Any, together: Lockstep, speculation: str | None, draft: Any
+) -> dict[str, Any]:
+    """The arguments ``speculation`` and ``draft`` of :func:`scheduler_for`.
+
+    Raises:
+        UserInputError: an answer of this model cannot be written with such guesses.
+    """
+    check_speculation(model, speculation, draft)
+    if speculation is None and draft is None:
+        return {}
+    if together.is_shared:
+        raise UserInputError("speculation is not supported for a model of several processes")
+    if not model.shares_pages():
+        raise UserInputError(
+            "speculation is not supported by generate, stream and Conversation on these devices: use maxjax.Engine"
+        )
+    return {"speculation": speculation, "draft": draft}
 
 
 class Stream(Iterator[str]):

@@ -21,7 +21,7 @@ from .batches import BatchStream, in_batches
 from .beams import BeamSettings, beam_answers
 from .completion import Completion
 from .request import Prompt, Request, listed
-from .stream import STREAM_S, Stream, scheduler_for
+from .stream import STREAM_S, Stream, checked_guesses, scheduler_for
 
 
 @overload
@@ -54,6 +54,8 @@ def generate(
     batch_size: int = 32,
     chunk: int = 512,
     cache_dtype: Any = None,
+    speculation: str | None = None,
+    draft: Any = None,
     chat: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     skip_special_tokens: bool = True,
@@ -94,6 +96,9 @@ def generate(
         chunk: the maximum number of prompt tokens in one prefill step; a power of two.
         cache_dtype: dtype of the KV cache, by default the model's; ``"int8"`` halves the size of a
             bfloat16 cache, and changes results slightly.
+        speculation: ``"lookup"`` guesses tokens from the text itself; answers stay the same, and those that repeat
+            what they are about come faster. As for :class:`maxjax.Engine`.
+        draft: a smaller model of the same vocabulary that guesses tokens, as for :class:`maxjax.Engine`.
         chat: False to continue each text as it is, True to refuse a tokenizer without a chat
             template; by default a text is a user's message if there is a template.
         template_kwargs: arguments of :func:`maxjax.apply_chat_template` and variables of the
@@ -133,7 +138,7 @@ def generate(
     found = dict(_answers(
         model, tokenizer, several, "the prompt" if single else "prompts[{}]", count, beams, stop=stop, eos_ids=eos_ids,
         max_new_tokens=max_new_tokens, key=key, sampling=sampling, batch_size=batch_size, chunk=chunk,
-        cache_dtype=cache_dtype, chat=chat, template_kwargs=template_kwargs,
+        cache_dtype=cache_dtype, speculation=speculation, draft=draft, chat=chat, template_kwargs=template_kwargs,
         skip_special_tokens=skip_special_tokens, **values,
     ))  # fmt: skip
     texts = [found[i] for i in range(len(found))]
@@ -191,6 +196,8 @@ def _answers(
     batch_size: int = 32,
     chunk: int = 512,
     cache_dtype: Any = None,
+    speculation: str | None = None,
+    draft: Any = None,
     chat: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     skip_special_tokens: bool = True,
@@ -210,10 +217,13 @@ def _answers(
             batch_size=batch_size, chunk=chunk, cache_dtype=cache_dtype, beams=beams,
         )  # fmt: skip
         options = {"batch_size": batch_size, "chunk": chunk, "cache_dtype": cache_dtype}
+        guesses = checked_guesses(model, together, speculation, draft)
+        if beams is not None and guesses:
+            raise UserInputError("speculation is not supported for beam search")
         if beams is not None:
             answers = beam_answers(request, read, beams, count, together, **options)
         elif model.shares_pages():
-            answers = _as_slots_are_free(request, several, together, key=key, **options)
+            answers = _as_slots_are_free(request, several, together, key, guesses, **options)
         else:
             answers = in_batches(request, several, together, key=key, **options)
         with _progress_of(len(several)) as shown, contextlib.closing(answers):
@@ -224,13 +234,13 @@ def _answers(
 
 
 def _as_slots_are_free(
-    request: Request, read: Sequence[Prompt], together: Lockstep, *,
-    key: Any, batch_size: int, chunk: int, cache_dtype: Any,
+    request: Request, read: Sequence[Prompt], together: Lockstep, key: Any, guesses: Mapping[str, Any], *,
+    batch_size: int, chunk: int, cache_dtype: Any,
 ) -> Generator[tuple[int, Completion]]:  # fmt: skip
     """Answers the prompts, each as soon as one of ``batch_size`` slots is free."""
     slots = min(batch_size, bucket(len(read)))
     options = {"chunk": chunk, "cache_dtype": cache_dtype, "together": together}
-    scheduler = scheduler_for(request, read, slots, **options)
+    scheduler = scheduler_for(request, read, slots, **options, **guesses)
     ended: list[RunningText] = []
     try:
         for i, prompt in enumerate(read):
@@ -265,6 +275,8 @@ def stream(
     sampling: Sampling | None = None,
     chunk: int = 512,
     cache_dtype: Any = None,
+    speculation: str | None = None,
+    draft: Any = None,
     chat: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     skip_special_tokens: bool = True,
@@ -299,16 +311,17 @@ def stream(
         )  # fmt: skip
         read = request.prompt(prompt)
         request.agree(together, [read.ids], key, chunk=chunk, cache_dtype=cache_dtype)
-        return stream_answer(request, read, key, chunk, cache_dtype, together)
+        guesses = checked_guesses(model, together, speculation, draft)
+        return stream_answer(request, read, key, chunk, cache_dtype, together, **guesses)
 
 
 def stream_answer(
-    request: Request, prompt: Prompt, key: Any, chunk: int, cache_dtype: Any, together: Lockstep
-) -> Stream:
-    """The stream of a request that is checked, with a cache of its own."""
+    request: Request, prompt: Prompt, key: Any, chunk: int, cache_dtype: Any, together: Lockstep, **guesses: Any
+) -> Stream:  # fmt: skip
+    """The stream of a request that is checked, with a cache of its own; ``guesses`` are those of ``scheduler_for``."""
     if not request.model.shares_pages():
         batch = request.batch(prompt.ids, key, chunk, cache_dtype, together)
         return BatchStream(request, batch, prompt)
     options = {"chunk": chunk, "cache_dtype": cache_dtype, "together": together}
-    scheduler = scheduler_for(request, [prompt], 1, **options, dispatch_s=STREAM_S)
+    scheduler = scheduler_for(request, [prompt], 1, **options, **guesses, dispatch_s=STREAM_S)
     return Stream(scheduler, request, prompt, key)

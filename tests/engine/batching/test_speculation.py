@@ -9,6 +9,7 @@ import maxjax
 from maxjax.engine.batching import programs, speculation
 from maxjax.engine.batching.draft import Drafts
 from maxjax.engine.batching.lookup import Lookup
+from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.batching.speculation import Rates, Speculation
 from maxjax.errors import UserInputError
 from maxjax.models import Llama, LlamaConfig, Mamba, MambaConfig
@@ -235,6 +236,44 @@ def test_nothing_is_compiled_after_compile(model, draft, how):
             answer.result()
         assert engine.stats().right_tokens > 0
         assert sum(program._cache_size() for program in each) == count
+
+
+def test_generate_stream_and_conversation(model, how, monkeypatch):
+    calls, before = [], Scheduler._dispatch_guesses
+    monkeypatch.setattr(
+        Scheduler, "_dispatch_guesses", lambda *args: (calls.append(args), before(*args))[1]
+    )
+    options = {"max_new_tokens": 120, "temperature": 0.5, "key": KEY, "eos_ids": ()}
+    wanted = maxjax.generate(model, None, PROMPTS, **options)
+    found = maxjax.generate(model, None, PROMPTS, **options, **how)
+    for one, other in zip(found, wanted, strict=True):
+        same(one, other)
+    assert calls
+    calls.clear()
+    stream = maxjax.stream(model, None, PROMPTS[0], **options, **how)
+    assert not list(stream)
+    same(stream.completion, wanted[0])
+    assert calls
+    calls.clear()
+    tiny, tokenizer = maxjax.load("tiny")
+    guesses = LOOKUP if "draft" not in how else {"draft": tiny}
+    chats = [
+        maxjax.Conversation(tiny, tokenizer, **o, eos_ids=(), max_new_tokens=50)
+        for o in ({}, guesses)
+    ]
+    for text in ("What is 1 + 2?", "1 2 3 4 1 2 3 4", "What is 37 + 48?"):
+        answers = ["".join(chat.say(text)) for chat in chats]
+        assert answers[0] == answers[1]
+    assert calls
+
+
+def test_refused_by_generate(model, draft, monkeypatch):
+    with pytest.raises(UserInputError, match="beam search"):
+        maxjax.generate(model, None, [1, 2], num_beams=2, speculation="lookup")
+    monkeypatch.setattr(type(model), "shares_pages", lambda self: False)
+    for function in (maxjax.generate, maxjax.stream):
+        with pytest.raises(UserInputError, match="Engine"):
+            function(model, None, [1, 2], draft=draft)
 
 
 def test_turned_off_where_it_does_not_pay(model, monkeypatch):
