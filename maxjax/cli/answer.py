@@ -224,8 +224,16 @@ def stats(
 
 
 def _settings(sampling: Any) -> str:
-    names = ("temperature", "top_k", "top_p", "min_p")
-    off = {"top_k": 0, "top_p": 1, "min_p": 0}
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "top_n_sigma",
+        "xtc_probability",
+    )
+    off = {name: getattr(type(sampling)(), name) for name in names}
     found = [(name, getattr(sampling, name)) for name in names]
     return ", ".join(f"{n.replace('_', '-')} {v:g}" for n, v in found if off.get(n) != v)
 

@@ -35,13 +35,18 @@ _SAMPLING = {
     "presence_penalty": "subtract X from the logits of tokens that are in the answer (0: off)",
     "frequency_penalty": "subtract X from a token's logit each time it is in the answer (0: off)",
     "min_new_tokens": "do not end an answer before X tokens (0: off)",
+    "typical_p": "sample from the most typical tokens whose probabilities add up to X (1: off)",
+    "top_n_sigma": "sample from tokens within X standard deviations of the largest logit (0: off)",
+    "xtc_probability": "how often XTC leaves out all probable tokens but the last (0: off)",
+    "no_repeat_ngram_size": "never write the same X tokens twice (0: off)",
+    "dry_multiplier": "strength of the DRY penalty on repetitions (0: off)",
 }
 # Words of the language of templates, which are no variables.
 _KEYWORDS = frozenset(
     "and block break call continue defined elif else endblock endcall endfilter endfor endif endmacro endset filter "
     "for from if import in include is macro none not or recursive set true false with endwith".split()
 )
-_FILTERS = ("top_k", "top_p", "min_p")
+_FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 
 
 def model_arguments(parser: argparse.ArgumentParser, *, generates: bool = True) -> None:
@@ -192,8 +197,10 @@ def chosen_key(options: argparse.Namespace, sampling: Any) -> tuple[int | None, 
         given = options.seed
         number = int.from_bytes(os.urandom(4), "little") if given is None else given
         return number, jax.random.key(number)
-    idle = [name for name in _FILTERS if getattr(options, name)]
-    if idle and (idle != ["top_p"] or options.top_p < 1):
+    off = type(sampling)()
+    given = {name: getattr(options, name) for name in _FILTERS}
+    idle = [name for name, value in given.items() if value not in (None, getattr(off, name))]
+    if idle:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         warn(f"{names} has no effect, since sampling is greedy: give --temperature")
     return None, None

@@ -130,6 +130,18 @@ def test_penalties_reach_the_model(generate, ours):
     assert text != ours("hello", max_new_tokens=12)
 
 
+def test_rarer_settings_reach_the_model(generate, ours):
+    text = ours("hello", max_new_tokens=12, no_repeat_ngram_size=1, dry_multiplier=2.0)
+    options = ("--no-repeat-ngram-size", 1, "--dry-multiplier", 2)
+    assert generate("hello", "--max-new-tokens", 12, *options) == text + "\n"
+    assert text != ours("hello", max_new_tokens=12)
+    key = {"temperature": 5.0, "key": jax.random.key(7)}
+    text = ours("hello", max_new_tokens=12, typical_p=0.5, xtc_probability=0.5, **key)
+    options = ("--temperature", 5, "--seed", 7, "--typical-p", 0.5, "--xtc-probability", 0.5)
+    assert generate("hello", "--max-new-tokens", 12, *options) == text + "\n"
+    assert text != ours("hello", max_new_tokens=12, **key)
+
+
 def test_the_files_say_how_it_is_sampled(run, tmp_path):
     directory = write_model(tmp_path / "m", do_sample=True, temperature=0.5, max_new_tokens=3)
     code, out, err = run("generate", "--model", directory, "hello", "--stats")
@@ -141,6 +153,9 @@ def test_the_files_say_how_it_is_sampled(run, tmp_path):
 def test_filters_without_temperature_are_told_of(run, model):
     code, out, err = run("generate", "--model", model, "x", "--top-p", 0.5, "--max-new-tokens", 1)
     assert code == 0 and err.startswith("maxjax: warning: --top-p ") and len(out) == 2
+    off = ("--top-p", 1, "--typical-p", 1, "--top-n-sigma", 1)
+    code, _, err = run("generate", "--model", model, "x", *off, "--max-new-tokens", 1)
+    assert code == 0 and err.startswith("maxjax: warning: --top-n-sigma has no effect")
 
 
 def test_a_chat_of_one_turn(generate, ours):
@@ -242,6 +257,10 @@ def test_wrong_input_is_one_line(fails, arguments, says):
         (("--top-k", 1.5), "--top-k: 1.5: it must be an integer"),
         (("--min-p", 2), "--min-p: 2"),
         (("--repetition-penalty", 0), "--repetition-penalty: 0: it must be a number above 0"),
+        (("--typical-p", 0), "--typical-p: 0: it must be a number above 0 and at most 1"),
+        (("--xtc-probability", 2), "--xtc-probability: 2: it must be a number from 0 to 1"),
+        (("--no-repeat-ngram-size", 1.5), "--no-repeat-ngram-size: 1.5: it must be an integer"),
+        (("--dry-multiplier", "nan"), "--dry-multiplier: nan"),
         (("--presence-penalty", 3), "--presence-penalty: 3"),
         (("--frequency-penalty", -3), "--frequency-penalty: -3"),
         (("--json", "--logprobs", -1), "--logprobs: -1"),
