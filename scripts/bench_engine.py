@@ -33,8 +33,9 @@ import random_llama
 
 import maxjax
 from maxjax.engine.batching.adapters import Adapters
+from maxjax.engine.batching.memory import PAGE_SIZE
 from maxjax.engine.batching.running import RunningText, running_text
-from maxjax.engine.batching.scheduler import PAGE_SIZE, Scheduler
+from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.generate.batch import Batch, bucket
 from maxjax.engine.generate.request import Prompt, Request
 from maxjax.lora.side_by_side import updates_of
@@ -71,8 +72,8 @@ class Timed(Scheduler):
         super().__init__(*args, **options)
         self.times = Times()
 
-    def _read(self) -> None:
-        self.times.of("read", super()._read)
+    def read(self) -> None:
+        self.times.of("read", super().read)
 
     def write(self) -> None:
         self.times.of("write", super().write)

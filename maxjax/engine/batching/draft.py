@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -20,12 +20,11 @@ from ...nn.kv_cache.kinds import States
 from ...progress import compiling
 from ..generate.batch import bucket, check_model
 from ..generate.programs import DispatchTokens
-from .pages import Key, Pages
+from .calls import Calls
+from .pages import Key
 from .programs import (
     LEAST_TOKENS,
-    Choosing,
     EngineMemory,
-    LogitsProcessor,
     TextRows,
     decode,
     joined_tokens,
@@ -47,21 +46,6 @@ _AGAIN = 256
 _MEASURED = 7
 
 
-class ModelTexts(Protocol):
-    """What a draft needs to know of the ``Scheduler`` of the model's texts."""
-
-    slots: int
-    chunk: int
-    cache_dtype: Any
-    processor: LogitsProcessor | None
-    pages: Pages
-    shows: bool
-
-    def text_rows(self, texts: Sequence[RunningText], rows: int) -> TextRows:
-        """The arrays of texts, with padding up to ``rows``."""
-        ...
-
-
 class Drafts(Speculation):
     """Guesses of a smaller model with the same vocabulary.
 
@@ -74,14 +58,20 @@ class Drafts(Speculation):
 
     Args:
         model: the smaller model.
-        scheduler: the scheduler, which knows the texts' pages.
+        calls: the calls of the model, which know the texts' pages.
+        chunk: largest number of tokens that are read at once; a power of two.
         options: arguments of ``Speculation``.
     """
 
-    def __init__(self, model: Any, scheduler: ModelTexts, *options: Any):
+    def __init__(self, model: Any, calls: Calls, chunk: int, *options: Any):
         super().__init__(*options)
-        self._model, self._scheduler = model, scheduler
-        self._how = Choosing(1, scheduler.processor)
+        self._model, self._calls, self._room, self._chunk = (
+            model,
+            calls,
+            calls.memory,
+            chunk,
+        )
+        self._how = calls.how._replace(tops=None)
         pool = self._pool()
         leaves = jax.tree.leaves(pool)
         where = [leaf.sharding for leaf in leaves]
@@ -96,15 +86,18 @@ class Drafts(Speculation):
         self._last = 0  # step with guesses
 
     def _pool(self) -> Any:
-        of = self._scheduler
+        of = self._room
         return self._model.page_pool(of.pages.count, of.pages.size, of.slots, of.cache_dtype)
 
     def close(self) -> None:
         """Frees the memory on the devices."""
-        del self._memory
+        if hasattr(self, "_memory"):
+            del self._memory
 
-    def grow(self) -> None:
-        """Makes the pool as large as the scheduler's."""
+    def _grow(self) -> None:
+        """Makes the pool as large as the model's."""
+        if self._memory.pool.pages == self._room.pages.count:
+            return
         pool = moved(self._pool(), self._memory.pool, shardings=self._shardings)
         self._memory = EngineMemory(pool, None)
 
@@ -132,6 +125,7 @@ class Drafts(Speculation):
         texts = [text for text in texts if text in plan.counts]
         if not texts:
             return Guesses(plan.shape, {})
+        self._grow()
         self._read(texts)
         steps = 1 + max(plan.counts[text] for text in texts)
         began, compiled = time.perf_counter(), _compiled()
@@ -170,7 +164,7 @@ class Drafts(Speculation):
 
     def _read(self, texts: Sequence[RunningText]) -> None:
         """Reads the tokens of texts that the model has read and this one has not."""
-        chunk, pieces, room = self._scheduler.chunk, [], 0
+        chunk, pieces, room = self._chunk, [], 0
         for text in texts:
             start = self._first_unread(text)
             while start < text.stored:
@@ -183,15 +177,15 @@ class Drafts(Speculation):
             self._stored[text] = text.pages, text.stored
         self._read_pieces(pieces)
         for text in texts:
-            for page in text.pages[: text.stored // self._scheduler.pages.size]:
-                if (key := self._scheduler.pages.key(page)) is not None:
+            for page in text.pages[: text.stored // self._room.pages.size]:
+                if (key := self._room.pages.key(page)) is not None:
                     self._keys[page] = key
 
     def _first_unread(self, text: RunningText) -> int:
         pages, stored = self._stored.get(text, (None, 0))
         if pages is text.pages:
             return stored
-        of, count = self._scheduler.pages, 0
+        of, count = self._room.pages, 0
         for page in text.pages[: text.stored // of.size]:
             if (key := of.key(page)) is None or self._keys.get(page) != key:
                 break
@@ -202,37 +196,35 @@ class Drafts(Speculation):
         if not pieces:
             return
         if self._reads_tokens:
-            rows = self._scheduler.slots
+            rows = self._room.slots
             args = joined_tokens([(text.tokens, a, n) for text, a, n in pieces], rows)
-            self._run(read_tokens, self._texts([text for text, *_ in pieces], rows), *args)
+            self._run(read_tokens, self._texts(_padded([text for text, *_ in pieces], rows)), *args)
             return
         for text, start, count in pieces:
             ids = np.zeros((1, bucket(count, LEAST_TOKENS)), np.int32)
             ids[0, :count] = text.tokens[start : start + count]
-            rows = self._texts([text], 1)._replace(lengths=np.asarray([start], np.int32))
+            rows = self._texts([text])._replace(lengths=np.asarray([start], np.int32))
             self._run(read, rows, ids, np.asarray([count], np.int32))
 
     def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
-        rows = self.row_count(len(texts))
-        last = row_of(texts, rows, lambda text: text.tokens[-1], np.int32(0))
-        active = row_of(texts, rows, lambda text: True, np.bool_(False))
-        return self._run(
-            decode, self._texts(texts, rows), last, active, np.int32(steps), np.int32(0)
-        )
+        rows = _padded(texts, self.row_count(len(texts)))
+        last = row_of(rows, lambda text: text.tokens[-1], np.int32(0))
+        active = row_of(rows, lambda text: True, np.bool_(False))
+        return self._run(decode, self._texts(rows), last, active, np.int32(steps), np.int32(0))
 
-    def _texts(self, texts: Sequence[RunningText], rows: int) -> TextRows:
+    def _texts(self, rows: Sequence[RunningText | None]) -> TextRows:
         """The arrays of texts, without what guesses do not depend on."""
-        found, none = self._scheduler.text_rows(texts, rows), np.zeros(rows, bool)
+        found, none = self._calls.text_rows(rows), np.zeros(len(rows), bool)
         settings = found.settings._replace(has_words=none, has_logprobs=none)
         return found._replace(settings=settings, allowed=None, text_lengths=None)
 
     def compile(self, width: int) -> int:
         """Compiles the programs for tables of this width; returns their number."""
-        of = self._scheduler
-        blank = lambda rows: self._texts([], rows)._replace(
+        of = self._room
+        blank = lambda rows: self._texts([None] * rows)._replace(
             table=np.full((rows, width), -1, np.int32)
         )
-        sizes = token_counts(of.chunk)
+        sizes = token_counts(self._chunk)
         for size in sizes:
             none = np.zeros(size, np.int32)
             if self._reads_tokens:
@@ -246,11 +238,15 @@ class Drafts(Speculation):
         return len(sizes) + len(self.row_counts)
 
     def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
-        with compiling(program.__name__, self._scheduler.shows):
+        with compiling(program.__name__, self._calls.shows):
             (self._memory, found), _ = program(
                 self._model, self._memory, texts, *args, how=self._how, shardings=self._shardings
             )
         return found
+
+
+def _padded(texts: Sequence[RunningText], rows: int) -> list[RunningText | None]:
+    return [*texts, *[None] * (rows - len(texts))]
 
 
 def check_speculation(model: Any, speculation: Any, draft: Any) -> None:

@@ -25,11 +25,13 @@ from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
 from .adapters import Adapters
 from .answer import PendingAnswer
+from .compile import compile_programs
 from .draft import check_speculation
 from .grammar import matcher_of
+from .memory import PAGE_SIZE, in_groups
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
-from .scheduler import PAGE_SIZE, Scheduler
+from .scheduler import Scheduler
 
 # Tokens of each slot for which a cache without a given size has room.
 _TOKENS = 2048
@@ -69,7 +71,8 @@ class Engine:
     Args:
         model: a decoder, as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer; with None, prompts are token ids and answers have no text.
-        slots: largest number of texts that are written at once.
+        slots: largest number of texts that are written at once; on a mesh whose devices divide texts among them it is
+            rounded up to a multiple of their number.
         cache_bytes: size of the cache on each device, in bytes or as ``"40GiB"``; by default there is room for 2,048
             tokens of each slot. A prompt that can never fit is refused.
         chunk: largest number of prompt tokens that are read between two steps of the texts that are written; a power
@@ -85,7 +88,8 @@ class Engine:
             (prompt lookup, "ngram"). Answers stay the same, also where tokens are drawn; those that repeat what they
             are about, as summaries do, come faster. It is used only while it pays: times and rates are measured
             (``stats()``). Prompts with penalties, ``banned``, ``logit_bias`` or a grammar are written without guesses.
-            With ``exact`` it is always used, so that bits do not depend on times. None: no guesses.
+            With ``exact`` it is always used, so that bits do not depend on times. None: no guesses;
+            nor are any made on a mesh whose devices divide texts among them.
         draft: a smaller model of the same vocabulary that guesses tokens instead, as returned by ``maxjax.load``; an
             ``assistant_model``. It draws with the numbers that the model draws with, so that answers stay the same. It
             has a cache of its own, a part of ``cache_bytes``.
@@ -150,10 +154,9 @@ class Engine:
         )
         for name, adapter in (adapters or {}).items():
             scheduler.add_adapter(_adapter_name(name), updates_of(model, adapter))
-        scheduler.shows = False
-        self._longest = model.max_length
-        if scheduler.pages.count:  # models with recurrent layers alone need none
-            self._longest = min(model.max_length, scheduler.pages.count * PAGE_SIZE)
+        scheduler.calls.shows = False
+        self.slots = scheduler.slots
+        self._longest = min(model.max_length, scheduler.memory.longest or model.max_length)
         self._numbers = itertools.count()  # threads share it: each number is given once
         self._worker = _Worker(scheduler)
         self._worker.thread.start()
@@ -285,15 +288,15 @@ class Engine:
         Returns:
             The number of programs.
         """
-        return self._worker.call(lambda scheduler: scheduler.compile(self._longest))
+        return self._worker.call(lambda scheduler: compile_programs(scheduler, self._longest))
 
     def stats(self) -> EngineStats:
         """What the engine has done and is doing."""
         of = self._worker.scheduler
         rows, guessed = max(of.steps * of.slots, 1), of.speculation
         return EngineStats(
-            len(of.waiting) + len(self._worker.coming), len(of.running), of.pages.count, of.pages.free,
-            of.read_count, of.pages.hits, of.written, of.steps, of.busy_rows / rows,
+            len(of.waiting) + len(self._worker.coming), len(of.running), of.memory.count, of.memory.free,
+            of.read_count, of.memory.hits, of.written, of.steps, of.busy_rows / rows,
             *((guessed.made, guessed.right) if guessed else (0, 0)),
         )  # fmt: skip
 
@@ -315,7 +318,7 @@ class Engine:
 
     def __repr__(self) -> str:
         of = self._worker.scheduler
-        memory = getattr(of, "memory", None)  # the engine's thread may free it at any time
+        memory = getattr(of.memory, "arrays", None)  # the engine's thread may free it at any time
         size = (
             "closed"
             if memory is None
@@ -441,13 +444,14 @@ class _Worker:
 def page_count(
     model: Any, slots: int, cache_bytes: int | str | None, dtype: DType | None, draft: Any = None
 ) -> int:
-    """The number of pages of a cache of so many bytes on each device.
+    """The number of pages, in each group of devices, of a cache of so many bytes on each device.
 
     Raises:
         UserInputError: it has no room for a page.
     """
+    slots, groups = in_groups(model, slots)
     if cache_bytes is None:
-        return slots * -(-min(model.max_length, _TOKENS) // PAGE_SIZE)
+        return slots // groups * -(-min(model.max_length, _TOKENS) // PAGE_SIZE)
     size = size_in_bytes(cache_bytes, "cache_bytes")
     one, two = (
         sum(
@@ -456,7 +460,7 @@ def page_count(
             if one is not None
             for leaf in jax.tree.leaves(one.page_pool(n, PAGE_SIZE, slots, dtype, abstract=True))
         )
-        for n in (1, 2)
+        for n in (groups, 2 * groups)
     )
     page = two - one
     count = (size - (one - page)) // page if page else slots

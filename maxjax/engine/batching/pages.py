@@ -23,9 +23,6 @@ class Pages:
         count: number of pages.
         size: number of tokens of a page.
 
-    Attributes:
-        hits: number of tokens that were found instead of read.
-
     Example:
         >>> pages = Pages(4, 2)
         >>> keys = pages.keys([5, 6, 7, 8, 9], b"")
@@ -37,7 +34,7 @@ class Pages:
     """
 
     def __init__(self, count: int, size: int):
-        self.count, self.size, self.hits = count, size, 0
+        self.count, self.size = count, size
         self._users = [0] * count  # number of texts that have each page
         self._empty = list(range(count - 1, -1, -1))
         self._keys: dict[int, Key] = {}
@@ -83,13 +80,15 @@ class Pages:
         """The key of a page; None if it has none."""
         return self._keys.get(number)
 
+    def known(self, keys: Sequence[Key]) -> int:
+        """The number of these keys, from the first on, that pages have."""
+        return next((i for i, key in enumerate(keys) if key not in self._numbers), len(keys))
+
     def share(self, keys: Sequence[Key]) -> list[int]:
         """Takes the pages with these keys for one more text, up to the first key that no page has."""
         found = []
-        for key in keys:
-            number = self._numbers.get(key)
-            if number is None:
-                break
+        for key in keys[: self.known(keys)]:
+            number = self._numbers[key]
             self._users[number] += 1
             self._kept.pop(number, None)
             found.append(number)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...graph.placement.arrays import on_mesh
 from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer.observe.loops import zeros
 from ...nn.layer.observe.programs import is_observed, tapped
@@ -72,28 +73,26 @@ class TextRows(NamedTuple):
 
     @staticmethod
     def of(
-        texts: Sequence[RunningText], rows: int, width: int, slots: int, *, vocab_size: int,
-        finishes: Sequence[bool] = (), has_lengths: bool = False,
+        texts: Sequence[RunningText | None], width: int, slots: int, *, vocab_size: int,
+        finishes: Sequence[bool] | None = None, has_lengths: bool = False,
     ) -> TextRows:  # fmt: skip
-        """The arrays of these texts, with padding up to ``rows``.
+        """The arrays of these texts.
 
         Args:
-            texts: the texts.
-            rows: B.
+            texts: the text of each row; None for padding.
             width: M.
             slots: the number of slots.
             vocab_size: V.
-            finishes: of each text, whether its last token is read; False by default.
+            finishes: of each row, whether the last token of its text is read; False by default.
             has_lengths: whether RoPE depends on the length of a text.
         """
-        of = lambda get, rest: row_of(texts, rows, get, rest)
+        of = lambda get, rest: row_of(texts, get, rest)
         zero = np.int32(0)
         none = np.full(width, -1, np.int32)
         table = of(lambda text: np.concatenate([text.pages, none[len(text.pages) :]]), none)
-        done = np.zeros(rows, bool)
-        done[: len(finishes)] = finishes
+        done = np.zeros(len(texts), bool) if finishes is None else np.asarray(finishes, bool)
         allowed = None
-        if any(text.matcher is not None for text in texts):
+        if any(text is not None and text.matcher is not None for text in texts):
             every = np.full(mask_words(vocab_size), 2**32 - 1, np.uint32)
             allowed = of(
                 lambda text: every if text.matcher is None else text.matcher.allowed(), every
@@ -102,7 +101,7 @@ class TextRows(NamedTuple):
             of(lambda text: text.slot, np.int32(slots)), table, of(lambda text: text.stored, zero),
             of(lambda text: text.limit, zero), of(lambda text: text.written, zero), done,
             of(lambda text: text.text_length[0], zero) if has_lengths else None,
-            _settings(texts, rows, vocab_size), allowed,
+            _settings(texts, vocab_size), allowed,
         )  # fmt: skip
 
     def cache(self, memory: EngineMemory) -> PagedCache:
@@ -111,23 +110,31 @@ class TextRows(NamedTuple):
 
 
 def row_of(
-    texts: Sequence[RunningText], size: int, get: Callable[[RunningText], Any], rest: Any
+    texts: Sequence[RunningText | None], get: Callable[[RunningText], Any], rest: Any
 ) -> np.ndarray:
-    """An array with a row for each text, and ``rest`` in the rows up to ``size`` that are padding."""
-    found = np.full((size, *np.shape(rest)), rest, np.asarray(rest).dtype)
+    """An array with a row for each text, and ``rest`` in the rows that are padding."""
+    found = np.full((len(texts), *np.shape(rest)), rest, np.asarray(rest).dtype)
     for row, text in enumerate(texts):
-        found[row] = get(text)
+        if text is not None:
+            found[row] = get(text)
     return found
 
 
-def joined_tokens(pieces: Sequence[tuple[list[int], int, int]], rows: int) -> list[np.ndarray]:
+def joined_tokens(
+    pieces: Sequence[tuple[list[int], int, int]], rows: int, size: int | None = None
+) -> list[np.ndarray]:
     """The arrays of ``read_tokens`` for the tokens of each text from a first one on, so many of them.
+
+    Args:
+        pieces: tokens of a text, the place of the first of them, and their number.
+        rows: number of texts.
+        size: number of tokens, padding included; None: the smallest for which there is a program.
 
     Example:
         >>> [a.tolist() for a in joined_tokens([([5, 6, 7], 1, 2), ([8], 0, 1)], 2)][3]
         [1, 2]
     """
-    size = bucket(sum(count for _, _, count in pieces), LEAST_TOKENS)
+    size = size or bucket(sum(count for _, _, count in pieces), LEAST_TOKENS)
     ids, row_of_token, at = (np.full(size, n, np.int32) for n in (0, 0, -1))
     ends, done = np.zeros(rows, np.int32), 0
     for row, (tokens, start, count) in enumerate(pieces):
@@ -144,14 +151,17 @@ def token_counts(chunk: int) -> list[int]:
     return [n for n in (LEAST_TOKENS << i for i in range(20)) if n <= chunk]
 
 
-def _settings(texts: Sequence[RunningText], rows: int, vocab_size: int) -> RowSettings:
-    """The settings of these texts, with padding up to ``rows``."""
-    width = bucket(max((len(text.settings.ends) for text in texts), default=0), _LEAST_ENDS)
-    none = np.full(width, -1, np.int32)
-    padded = lambda ends: np.concatenate([ends, none[len(ends) :]])
-    each = [text.settings._replace(ends=padded(text.settings.ends)) for text in texts]
+def _settings(texts: Sequence[RunningText | None], vocab_size: int) -> RowSettings:
+    """The settings of these texts."""
+    ends = [text.settings.ends for text in texts if text is not None]
+    none = np.full(bucket(max(map(len, ends), default=0), _LEAST_ENDS), -1, np.int32)
     blank = RowSettings.of(GREEDY, np.zeros(2, np.uint32), 0, none, vocab_size)
-    each += [blank] * (rows - len(texts))
+
+    def of(text: RunningText) -> RowSettings:
+        own = text.settings.ends
+        return text.settings._replace(ends=np.concatenate([own, none[len(own) :]]))
+
+    each = [blank if text is None else of(text) for text in texts]
     return RowSettings(*map(np.stack, zip(*each, strict=True)))
 
 
@@ -164,11 +174,13 @@ class Choosing(NamedTuple):
     """What is the same for all texts of an engine, static under jit.
 
     Attributes:
-        tops: number of most probable tokens that are reported.
+        tops: number of most probable tokens that are reported; None where no text reports log-probabilities.
+        draws: False where all texts are greedy.
         processor: what logits go through before a token is chosen; None for nothing.
     """
 
-    tops: int
+    tops: int | None
+    draws: bool = True
     processor: LogitsProcessor | None = None
 
 
@@ -319,9 +331,14 @@ def decode(
 
 @partial(jax.jit, static_argnames="shardings", donate_argnums=0)
 def moved(new: PagePool, old: PagePool, *, shardings: Shardings) -> PagePool:
-    """A larger pool with the pages of another one, which keep their numbers."""
+    """A larger pool with the pages of another one, which keep their numbers in each group of devices."""
     copy = lambda new, old: jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
-    return resharded(jax.tree.map(copy, new, old), shardings)
+    run = lambda *pools: jax.tree.map(copy, *pools)
+    if shardings is None:
+        return run(new, old)
+    specs = jax.tree.unflatten(jax.tree.structure(new), [one.spec for one in shardings])
+    found = on_mesh(run, shardings[0].mesh, (specs, specs), specs)(new, old)
+    return resharded(found, shardings)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -345,7 +362,15 @@ def sampled(
     if how.processor is not None:
         logits = how.processor(logits, last, lengths)
     found = sample_rows(
-        logits, texts.settings, lengths, written, words, texts.slots, how.tops, texts.allowed
+        logits,
+        texts.settings,
+        lengths,
+        written,
+        words,
+        texts.slots,
+        how.tops,
+        texts.allowed,
+        how.draws,
     )
     return jax.tree.map(lambda a: replicated(a, shardings), found)
 

@@ -156,7 +156,7 @@ class Conversation(Rendered):
             before, self._last = self._last, None
             if scheduler is None:
                 scheduler, before = self._new_scheduler(prompt, together), None
-            scheduler.together = together
+            scheduler.calls.together = together
 
             def ended(text: RunningText, clean: bool) -> None:
                 self._take(message, text.partial)

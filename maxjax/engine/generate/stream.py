@@ -11,8 +11,9 @@ from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...models.weights import named_dtype
 from ..batching.draft import check_speculation
+from ..batching.memory import PAGE_SIZE, in_groups
 from ..batching.running import RunningText, Stage, running_text
-from ..batching.scheduler import PAGE_SIZE, EndedByOthers, Scheduler
+from ..batching.scheduler import EndedByOthers, Scheduler
 from ..sampling.rows import MOST_LOGPROBS, uses_order
 from .batch import bucket, check_chunk
 from .completion import Completion
@@ -40,9 +41,12 @@ def scheduler_for(
         together, dispatch_s, speculation, draft: as for ``Scheduler``.
         longest: largest number of tokens of a text; None: that of these prompts.
     """
-    limits = sorted((request.limit(one.ids), len(one.ids)) for one in prompts)[-slots:]
-    most = slots * -(-request.model.max_length // PAGE_SIZE)
+    slots, groups = in_groups(request.model, slots)
+    each = slots // groups
+    limits = sorted((request.limit(one.ids), len(one.ids)) for one in prompts)[-each:]
+    most = each * -(-request.model.max_length // PAGE_SIZE)
     pages = lambda sizes: min(bucket(sum(-(-n // PAGE_SIZE) for n in sizes)), most)
+    count = request.sampling.logprobs
     return Scheduler(
         request.model,
         slots,
@@ -50,7 +54,9 @@ def scheduler_for(
         most_pages=pages([longest] if longest else (limit for limit, _ in limits)),
         chunk=check_chunk(chunk),
         cache_dtype=None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype),
-        tops=max(MOST_LOGPROBS, request.sampling.logprobs or 0),
+        # Programs without what no text uses are compiled sooner.
+        tops=None if count is None else max(MOST_LOGPROBS, count),
+        draws=not request.sampling.is_greedy,
         has_order=uses_order(request.sampling),
         together=together,
         dispatch_s=dispatch_s,
@@ -132,7 +138,7 @@ def _pieces(
     """
     is_clean, dispatches = False, []
     try:
-        with scheduler.together:
+        with scheduler.calls.together:
             try:
                 yield ""
                 yield from _written(scheduler, text, told, dispatches)
@@ -157,14 +163,14 @@ def _written(
     scheduler: Scheduler, text: RunningText, told: deque[str], dispatches: list[DispatchTokens]
 ) -> Iterator[str]:
     """The pieces of a text; ``dispatches`` gets the tokens that this process has, if it follows another."""
-    if "steps" not in (decided := scheduler.together.decide({"steps": 0})):
+    if "steps" not in (decided := scheduler.calls.together.decide({"steps": 0})):
         raise EndedByOthers(decided)
     scheduler.add(text)
     while text.stage is not Stage.ENDED:
         for step in (scheduler.read, scheduler.write):
             step()  # the first token is told before the program that writes the others is compiled
-            scheduler.shows = False  # what the caller prints would be overwritten
-            if not scheduler.together.is_leader:
+            scheduler.calls.shows = False  # what the caller prints would be overwritten
+            if not scheduler.calls.together.is_leader:
                 dispatches += [found for found, _ in text.received]
             yield from text.pieces()
     if text.error is not None:
@@ -178,7 +184,7 @@ def _finish(
     scheduler: Scheduler, text: RunningText, dispatches: list[DispatchTokens], end: Any = None
 ) -> None:
     """With several processes, ends the answer at the token where the first process ends it, which ``end`` says."""
-    together, partial = scheduler.together, text.partial
+    together, partial = scheduler.calls.together, text.partial
     if not together.is_shared:
         return
     if together.is_leader:

@@ -35,7 +35,7 @@ from ...kernels.blocked_attention import Attending
 from ...kernels.sinks import with_sinks
 from ...nn.attention.both_ways import both_ways
 from ...nn.kv_cache.kinds import Place, States
-from ...nn.kv_cache.layout import CacheLayout, CachePart, cache_layout
+from ...nn.kv_cache.layout import CacheLayout, CachePart, cache_layout, page_layout
 from ...nn.kv_cache.recurrent import Recurrent
 from ...nn.kv_cache.slots import Slots
 from ...nn.layer import is_tapped, tap
@@ -58,7 +58,16 @@ class Mask(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["starts", "counts", "text_lengths", "tokens", "numbers", "table"],
-    meta_fields=["length", "is_step", "capacity", "mesh", "kv_heads", "recurrent", "is_ragged"],
+    meta_fields=[
+        "length",
+        "is_step",
+        "capacity",
+        "mesh",
+        "kv_heads",
+        "recurrent",
+        "is_ragged",
+        "parts",
+    ],
 )
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
@@ -79,6 +88,7 @@ class ForwardContext:
         recurrent: name of each cache group with recurrent states, and what these are.
         table: the pages of each row, ``[B, M]``, for a ``PagedCache``; None for another cache.
         is_ragged: whether several rows of a decode step are tokens of one text (``PagedCache``).
+        parts: number of parts into which a mesh splits a pool of pages, and the rows with it.
     """
 
     starts: jax.Array
@@ -94,6 +104,7 @@ class ForwardContext:
     recurrent: tuple[tuple[str, States], ...] = ()
     table: jax.Array | None = None
     is_ragged: bool = False
+    parts: int = 1
 
     @property
     def positions(self) -> jax.Array:
@@ -353,16 +364,24 @@ class _Attention(NamedTuple):
         mesh = self.context.mesh
         return None if mesh is None else cache_layout(mesh, batch, self.heads, self.kv_heads)
 
+    def _division_of(self, slots: Slots, batch: int) -> CacheLayout | None:
+        """How a mesh divides sequences or slots of a cache; None if at most the heads are sharded."""
+        if self.context.table is not None:
+            rows = batch if self.context.parts > 1 else 1
+            sizes = rows, self.heads, self.kv_heads, slots.capacity
+            return page_layout(self.context.mesh, *sizes)
+        is_whole = slots.keys.shape[1:3] == (batch, self.kv_heads)
+        return None if is_whole else self.layout(batch)
+
     def with_cache(
         self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any
     ) -> tuple[jax.Array, Slots]:
         """Write the tokens to the cache and attend to it; where ``k`` is None, another layer wrote them."""
-        if self.context.table is not None:
-            return self._with_pages(q, k, v, slots, layer, self.context.table)
         batch = q.shape[0]
-        layout = self.layout(batch)
-        if layout is None or slots.keys.shape[1:3] == (batch, self.kv_heads):
-            return self._with_slots(q, k, v, slots, layer)
+        layout = self._division_of(slots, batch)
+        if layout is None:
+            run = self._with_slots if self.context.table is None else self._with_pages
+            return run(q, k, v, slots, layer)
         if is_tapped("weights"):
             raise UserInputError(
                 "attention weights cannot be captured with a KV cache that is sharded over a mesh: call "
@@ -385,47 +404,52 @@ class _Attention(NamedTuple):
         return run(context, by_head, chosen, q, k, v, slots, jnp.asarray(layer, jnp.int32))
 
     def _with_pages(
-        self, q: jax.Array, k: Any, v: Any, pool: Slots, layer: Any, table: jax.Array
+        self, q: jax.Array, k: Any, v: Any, pool: Slots, layer: Any, part: CachePart | None = None
     ) -> tuple[jax.Array, Slots]:
-        """:meth:`with_cache` for a pool of pages."""
+        """:meth:`with_cache` for a pool of pages, or for the part of one on this device."""
         context, mask, scores, is_step = self.context, self.mask, self.scores, q.ndim == 3
         has_kernel = not mask.chunked and scores.chosen is None and not is_tapped("weights")
-        if is_step and k is not None and has_kernel:
+        has_slots = part is None or part.slots == 1
+        if is_step and k is not None and has_kernel and has_slots:
             if context.is_ragged:
-                pool = self._written_to_pages(k[:, None], v[:, None], pool, layer, table)
-            layout, division = self.layout(q.shape[0]), None
+                pool = self._written_to_pages(k[:, None], v[:, None], pool, layer, part)
+            layout, division = self.layout(q.shape[0]) if part is None else None, None
             if self._heads_are_whole(layout):
                 q = _resharded(q, 1, ())  # replicated, as the heads of the pool are
             if layout is not None:
                 over = layout.over if layout.group == 1 else ()
                 division = explicit.Division.of(layout.mesh, [(), (), over, (), ()])
             tokens = context.starts if context.tokens is None else context.tokens
-            return pool.decoded(
+            y, pool = pool.decoded(
                 q, k, v, tokens, layer=layer, scale=scores.scale, sliding_window=mask.window,
-                soft_cap=scores.soft_cap, sinks=scores.sinks, slopes=scores.slopes, table=table,
+                soft_cap=scores.soft_cap, sinks=scores.sinks, slopes=scores.slopes, table=context.table,
                 division=division,
             )  # fmt: skip
+            return (y if part is None else part.results(y, None)), pool
         if is_step:  # a prefill of one token
             q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
         if k is not None:
-            pool = self._written_to_pages(k, v, pool, layer, table)
-        cache, numbers = self._pages(pool, layer, table)
-        y = self.attend(q, cache, 0, context.rows_of_positions, numbers)
+            pool = self._written_to_pages(k, v, pool, layer, part)
+        cache, numbers = self._pages(pool, layer, part)
+        y = self.attend(q, cache, 0, context.rows_of_positions, numbers, part)
         return (y[:, 0] if is_step else y), pool
 
     def _written_to_pages(
-        self, k: jax.Array, v: jax.Array, pool: Slots, layer: Any, table: jax.Array
+        self, k: jax.Array, v: jax.Array, pool: Slots, layer: Any, part: CachePart | None
     ) -> Slots:
         """The pool with the real tokens."""
-        place, real = self.context.rows_of_positions, self.context.real
-        place = place if real is None else jnp.where(real, place, -1)
-        return pool.written(layer, k, v, place, table=table)
+        place, is_own = _own_slots(part, self.context.rows_of_positions, pool.size, False)
+        for which in (self.context.real, is_own):
+            place = place if which is None else jnp.where(which, place, -1)
+        return pool.written(layer, k, v, place, table=self.context.table)
 
     def _pages(
-        self, pool: Slots, layer: Any, table: jax.Array
+        self, pool: Slots, layer: Any, part: CachePart | None
     ) -> tuple[list[jax.Array], jax.Array]:
         """The pages of a layer as a cache ``[1, B, K, S, D]``, and the positions ``[1, S]`` in it."""
-        numbers = jnp.arange(table.shape[1] * pool.size, dtype=jnp.int32)[None]
+        table = self.context.table
+        assert table is not None
+        numbers = _numbers(part, table.shape[1] * pool.size)[None]
         # A page may have been that of a text whose numbers were not finite.
         is_own = (numbers < self.context.ends)[:, None]  # [B, 1, S]
 
@@ -448,14 +472,17 @@ class _Attention(NamedTuple):
         """:meth:`with_cache` for one device's shard of the cache."""
         part = CachePart(layout)
         sinks, slopes = jax.tree.map(part.of_heads, by_head)
+        table = context.table
         if chosen is not None:
-            chosen = jnp.take(part.rows(chosen), part.numbers(slots.size), axis=-1)
+            size = slots.size * (1 if table is None else table.shape[1])
+            chosen = jnp.take(part.rows(chosen), part.numbers(size), axis=-1)
         run = self._replace(
             context=jax.tree.map(part.rows, context),
             scores=self.scores._replace(sinks=sinks, slopes=slopes, chosen=chosen),
         )
         q, (k, v) = part.queries(q), jax.tree.map(part.keys, (k, v))
-        return run._with_slots(q, k, v, slots, layer, part)
+        attend = run._with_slots if table is None else run._with_pages
+        return attend(q, k, v, slots, layer, part)
 
     def _with_slots(
         self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any, part: CachePart | None = None
@@ -538,14 +565,10 @@ class _Attention(NamedTuple):
 
     def store(self, x: jax.Array, slots: Slots, layer: Any) -> tuple[jax.Array, Slots]:
         """Write vectors ``[B, T, D]`` to the cache, and return those of all positions, ``[B, S, D]``."""
-        batch, layout = x.shape[0], self.layout(x.shape[0])
-        k = x[:, :, None, :]
-        if (table := self.context.table) is not None:
-            slots = self._written_to_pages(k, k, slots, layer, table)
-            return cached_rows(self._pages(slots, layer, table)[0], 0, x.dtype)[0][:, :, 0], slots
-        if layout is None or slots.keys.shape[1:3] == (batch, 1):
-            slots = self._written(k, k, slots, layer, None)
-            found = slots.layer_slots(layer).floats(x.dtype)[0][0]  # [B, 1, S, D]
+        batch, k = x.shape[0], x[:, :, None, :]
+        layout = self._division_of(slots, batch)
+        if layout is None:
+            found, slots = self._stored(k, slots, layer, x.dtype)
         else:
             context, by_row = self._by_row(layout, batch)
             cache = jax.tree.map(lambda a: layout.spec_of(a.ndim), slots)
@@ -553,9 +576,7 @@ class _Attention(NamedTuple):
             def on_part(context: ForwardContext, k: jax.Array, slots: Slots, layer: Any) -> Any:
                 part = CachePart(layout)
                 run = self._replace(context=jax.tree.map(part.rows, context))
-                k = part.keys(k)
-                slots = run._written(k, k, slots, layer, part)
-                return slots.layer_slots(layer).floats(x.dtype)[0][0], slots
+                return run._stored(part.keys(k), slots, layer, x.dtype, part)
 
             specs = (by_row, PartitionSpec(layout.batch), cache, PartitionSpec())
             out = (PartitionSpec(*layout.spec_of(5)[1:]), cache)
@@ -567,6 +588,16 @@ class _Attention(NamedTuple):
         mesh = layout.mesh if explicit.mesh_of(found) is not None else None
         joined = explicit.automatic(layout.joined, mesh, [layout.batch, (), ()])
         return joined(found), slots
+
+    def _stored(
+        self, k: jax.Array, slots: Slots, layer: Any, dtype: Any, part: CachePart | None = None
+    ) -> tuple[jax.Array, Slots]:
+        """Write vectors ``[B, T, 1, D]``, and return those of the cache ``[B, 1, S, D]``, and the cache."""
+        if self.context.table is None:
+            slots = self._written(k, k, slots, layer, part)
+            return slots.layer_slots(layer).floats(dtype)[0][0], slots
+        slots = self._written_to_pages(k, k, slots, layer, part)
+        return slots.with_arrays(self._pages(slots, layer, part)[0]).floats(dtype)[0][0], slots
 
     def _prefill_sliding(
         self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any, part: CachePart | None

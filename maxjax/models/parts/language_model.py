@@ -32,7 +32,7 @@ from ...kernels import explicit
 from ...kernels.explicit import parts_over
 from ...nn.kv_cache.cache import KVCache, check_cache_dtype, placeholder
 from ...nn.kv_cache.kinds import Group, KeysValues, Place, States, numbers_of
-from ...nn.kv_cache.layout import cache_layout
+from ...nn.kv_cache.layout import cache_layout, page_layout
 from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer import LayerStack
 from ...nn.linear import ColumnParallelLinear
@@ -242,11 +242,14 @@ class LanguageModel(Scored, PretrainedModel):
     ) -> PagePool:
         """Makes an empty pool of pages on the model's devices, for ``PagedCache``.
 
-        KV heads are sharded as the projections are if these divide them evenly, else each device has all of them.
+        KV heads are sharded as the projections are; the pages are split over the mesh's batch axes, and the tokens of
+        each page over devices with the same heads (``page_layout``). Devices have all KV heads only where their number
+        divides neither the heads nor ``page_size``.
 
         Args:
-            pages, page_size: N, the number of pages, and P, the number of tokens of a page.
-            rows: R, the number of sequences that have a recurrent state at once.
+            pages, page_size: N, the number of pages, which :meth:`row_parts` of ``rows`` must divide, and P, the number
+                of tokens of a page.
+            rows: R, the number of sequences that have pages and recurrent states at once.
             dtype, abstract: as for :meth:`cache`.
 
         Raises:
@@ -258,11 +261,16 @@ class LanguageModel(Scored, PretrainedModel):
         kind = DType.of(self.dtype if dtype is None else dtype)
         check_cache_dtype(kind, [group.kind for group in self._groups.values()])
         groups = {
-            name: (group.layers, group.kind, self._place_of_pages(group.kind, rows))
+            name: (group.layers, group.kind, self._place_of_pages(group.kind, rows, page_size))
             for name, group in self._groups.items()
         }
         zeros: Any = placeholder if abstract else jnp.zeros
-        sizes = {"pages": pages, "page_size": page_size, "rows": rows}
+        sizes = {
+            "pages": pages,
+            "page_size": page_size,
+            "rows": rows,
+            "parts": self.row_parts(rows),
+        }
         try:
             with beside(self):
                 return PagePool.of(groups, dtype=kind.np, zeros=zeros, **sizes)
@@ -279,28 +287,26 @@ class LanguageModel(Scored, PretrainedModel):
     def shares_pages(self) -> bool:
         """Whether a pool of pages serves as well as a cache with slots of each sequence.
 
-        It does not on GPUs and TPUs, whose kernels have no tables of pages yet, nor where devices have different
-        sequences, or different slots, of the same KV heads.
+        It does not on GPUs and TPUs, whose kernels have no tables of pages yet.
         """
         mesh = mesh_of([self._sharding])
-        if platform_of(mesh or self._sharding) != "cpu":
-            return False
-        if mesh is None:
-            return True
-        for kind in (group.kind for group in self._groups.values()):
-            if not isinstance(kind, KeysValues):
-                continue
-            layout = cache_layout(mesh, mesh.size, kind.query_heads or kind.heads, kind.heads)
-            if layout.group > 1:
-                return False
-        return parts_over(mesh, batch_axes(mesh, mesh.size)) == 1
+        return platform_of(mesh or self._sharding) == "cpu"
 
-    def _place_of_pages(self, kind: Any, rows: int) -> Place:
-        """The sharding of a pool: pages are whole on each device, with the KV heads that it computes with."""
+    def row_parts(self, rows: int) -> int:
+        """The number of parts into which the mesh splits ``rows`` sequences; each has its part of a pool of pages."""
+        mesh = mesh_of([self._sharding])
+        return 1 if mesh is None else parts_over(mesh, batch_axes(mesh, rows))
+
+    def _place_of_pages(self, kind: Any, rows: int, page_size: int) -> Place:
+        """The sharding of a pool."""
         mesh = mesh_of([self._sharding])
         if mesh is None or not isinstance(kind, KeysValues):
             return self._place(kind, rows)
-        layout = cache_layout(mesh, 1, kind.query_heads or kind.heads, kind.heads)
+        heads = kind.query_heads or kind.heads
+        layout = page_layout(mesh, rows, heads, kind.heads, page_size)
+        if layout is not None:
+            return Place(layout.sharding, 1, layout.slots)
+        layout = cache_layout(mesh, 1, heads, kind.heads)
         over = layout.over if layout.group == 1 else ()
         return Place(NamedSharding(mesh, spec_of([(), (), over])))
 
@@ -453,7 +459,9 @@ class LanguageModel(Scored, PretrainedModel):
             tuple(heads.items()), recurrent,
         )  # fmt: skip
         if pages:
-            context = dataclasses.replace(context, table=cache.table, is_ragged=cache.is_ragged)
+            context = dataclasses.replace(
+                context, table=cache.table, is_ragged=cache.is_ragged, parts=cache.pool.parts
+            )
         return LayerCache(context, cache.states)
 
     def _check_positions(self, after: jax.Array, length: Any) -> None:
@@ -532,9 +540,10 @@ class LanguageModel(Scored, PretrainedModel):
                 raise UserInputError(f"token id {wrong} is outside the vocabulary of {size} tokens")
         return jnp.asarray(given)
 
-    def _check_layers(self, cache: KVCache) -> None:
+    def _check_layers(self, cache: KVCache | PagedCache) -> None:
         expected = {name: group.layers for name, group in self._groups.items()}
-        found = {name: state.layers for name, state in cache.states.items() if state.layers}
+        states = (cache.pool if isinstance(cache, PagedCache) else cache).states
+        found = {name: state.layers for name, state in states.items() if state.layers}
         if found == expected:
             return
         # A cache may keep all tokens of sliding layers, in "full".

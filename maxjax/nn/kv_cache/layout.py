@@ -141,6 +141,37 @@ def cache_layout(
     return CacheLayout(mesh, rows, names, heads, *parts, splits_queries)
 
 
+def page_layout(
+    mesh: Any, batch: int, num_heads: int, num_kv_heads: int, page_size: int
+) -> CacheLayout | None:
+    """The layout of a pool of pages, whose arrays are ``[L, N, K · slots, page_size / slots, D]``.
+
+    The axes that split the sequences of a call split the pages too, N / parts for each part: tables have numbers
+    within a part. Devices that would have the same KV heads divide the slots of each page among them.
+
+    Args:
+        mesh: mesh, which may be abstract; None: one device.
+        batch: number of sequences of a call, or of those that the pool is for.
+        num_heads, num_kv_heads: sizes H and K.
+        page_size: number of tokens of a page.
+
+    Returns:
+        None if each device has whole pages of all sequences, with a part of the KV heads or with all.
+
+    Example:
+        >>> mesh = jax.sharding.AbstractMesh((2, 8), ("data", "model"))
+        >>> page_layout(mesh, 4, 8, 4, 64)[1:6], page_layout(mesh, 1, 8, 8, 64)
+        ((('data',), ('model',), 4, 1, 2), None)
+    """
+    if mesh is None:
+        return None
+    found = cache_layout(mesh, batch, num_heads, num_kv_heads)
+    slots = found.group
+    if page_size % slots:  # such a mesh keeps all KV heads on each device
+        found, slots = found._replace(over=(), heads=1, splits_queries=False), 1
+    return found._replace(rows=1, slots=slots) if found.batch or slots > 1 else None
+
+
 class CachePart:
     """The part of a divided cache on one device, and the exchange of queries and results, inside ``shard_map``.
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ...graph.placement.rows import total
+from ...kernels import explicit
 from ...rendering.rendered import Rendered, summary
 from ...rendering.row import Row, bytes_text
 from .kinds import KeysValues, Place, States
@@ -33,6 +34,8 @@ class PagePool(Rendered):
     Attributes:
         states: by the name of the group of layers, keys and values ``[L, N, K, P, D]`` or recurrent states
             ``[L, R, ...]``.
+        parts: number G of equal parts into which a mesh splits pages and rows. In a call, sequences of a part of the
+            batch have rows of the same part, and tables with numbers of pages in it.
 
     Example:
         >>> groups = {"full": (2, KeysValues(1, 4), Place())}
@@ -42,6 +45,7 @@ class PagePool(Rendered):
     """
 
     states: Mapping[str, Slots | Latent | Recurrent]
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     @classmethod
     def of(
@@ -53,6 +57,7 @@ class PagePool(Rendered):
         rows: int,
         dtype: Any,
         zeros: Any = jnp.zeros,
+        parts: int = 1,
     ) -> PagePool:
         """An empty pool for the given groups of layers.
 
@@ -61,6 +66,7 @@ class PagePool(Rendered):
             pages, page_size, rows: sizes N, P and R.
             dtype: dtype of keys and values: a float, or int8.
             zeros: ``jnp.zeros``, or a function with its arguments that makes placeholders.
+            parts: number G of parts into which a mesh splits pages and rows.
         """
         states: dict[str, Any] = {}
         for name, (layers, kind, place) in groups.items():
@@ -70,7 +76,7 @@ class PagePool(Rendered):
             ):  # a window is a matter of the mask: pages hold all tokens
                 kind = dataclasses.replace(kind, window=None)
             states[name] = kind.make(layers, count, size, dtype, place, zeros)
-        return cls(states)
+        return cls(states, parts)
 
     @property
     def _tokens(self) -> Slots | Latent | None:
@@ -84,7 +90,7 @@ class PagePool(Rendered):
     @property
     def page_size(self) -> int:
         """The number P of tokens of a page; 0 if no layer has keys and values."""
-        return 0 if self._tokens is None else self._tokens.keys.shape[3]
+        return 0 if self._tokens is None else self._tokens.capacity
 
     def _mx_row(self) -> Row:
         arrays = {
@@ -148,11 +154,22 @@ class PagedCache:
         """The states of the sequences; zeros for those without tokens, whose row had another one before."""
 
         def take(array: jax.Array) -> jax.Array:
-            found = jnp.take(array, self.rows, axis=1, mode="clip")
+            each, rows = self._by_part(array)
+            found = jax.vmap(lambda a, i: jnp.take(a, i, axis=1, mode="clip"), (1, 0), 1)(
+                each, rows
+            )
+            found = found.reshape(array.shape[0], -1, *array.shape[2:])
             new = (self.lengths == 0).reshape(1, -1, *(1,) * (array.ndim - 2))
             return jnp.where(new, jnp.zeros_like(found), found)
 
-        return Recurrent({name: take(array) for name, array in state.arrays.items()})
+        return Recurrent({name: _automatic(take, array) for name, array in state.arrays.items()})
+
+    def _by_part(self, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """States ``[L, G, R / G, ...]``, and the rows ``[G, B / G]`` of the sequences in their part."""
+        parts = self.pool.parts
+        size = array.shape[1] // parts
+        rows = jnp.where(self.rows < array.shape[1], self.rows % size, size)
+        return array.reshape(array.shape[0], parts, size, *array.shape[2:]), rows.reshape(parts, -1)
 
     def with_states(self, states: Mapping[str, Any], lengths: jax.Array) -> PagedCache:
         """A copy with the states after a call, and other lengths."""
@@ -163,12 +180,20 @@ class PagedCache:
                 assert isinstance(old, Recurrent)
                 state = Recurrent(
                     {
-                        key: old.arrays[key].at[:, self.rows].set(array, mode="drop")
+                        key: _automatic(self._put, old.arrays[key], array)
                         for key, array in state.arrays.items()
                     }
                 )
             found[name] = state
-        return dataclasses.replace(self, pool=PagePool(found), lengths=lengths)
+        pool = dataclasses.replace(self.pool, states=found)
+        return dataclasses.replace(self, pool=pool, lengths=lengths)
+
+    def _put(self, array: jax.Array, new: jax.Array) -> jax.Array:
+        """States ``[L, R, ...]`` with those ``[L, B, ...]`` of the sequences of the call."""
+        each, rows = self._by_part(array)
+        put = lambda a, i, b: a.at[:, i].set(b, mode="drop")
+        of_parts = new.reshape(*each.shape[:2], -1, *each.shape[3:])
+        return jax.vmap(put, (1, 0, 1), 1)(each, rows, of_parts).reshape(array.shape)
 
     def read_for(self, after: jax.Array) -> jax.Array:
         """The lengths ``[B]`` for which RoPE is computed in a call after which sequences have ``after`` tokens."""
@@ -176,3 +201,8 @@ class PagedCache:
 
     def check_room(self, counts: Any) -> None:
         """Nothing: who fills the table provides for room. Tokens without a page have logits of NaN."""
+
+
+def _automatic(f: Any, array: jax.Array, *others: jax.Array) -> jax.Array:
+    """The result of ``f``, which is sharded as ``array`` is where meshes have Explicit axes."""
+    return explicit.automatic(f, explicit.mesh_of(array), explicit.entries(array))(array, *others)

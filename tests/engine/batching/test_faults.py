@@ -134,7 +134,7 @@ def test_dropped_engine_frees_everything():
     assert answer.result() == ANSWER
     thread, pool, weights = (
         engine._worker.thread,
-        weakref.ref(engine._worker.scheduler.memory.pool),
+        weakref.ref(engine._worker.scheduler.memory.arrays.pool),
         weakref.ref(model.model),
     )
     del engine, model

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import maxjax
-from maxjax.engine.batching.scheduler import Scheduler
+from maxjax.engine.batching import reading
 from maxjax.errors import UserInputError
 from maxjax.lockstep import Lockstep
 from tests.models import decoders
@@ -40,16 +40,16 @@ def model(models):
 def read(monkeypatch):
     """How many tokens of each text are read, in the order in which texts begin."""
     texts, counts = [], []
-    mark = Scheduler._mark_read
+    mark = reading._mark_read
 
-    def counted(self, text, count):
+    def counted(calls, text, count):
         if text not in texts:
             texts.append(text)
             counts.append(0)
         counts[-1] += count
-        return mark(self, text, count)
+        return mark(calls, text, count)
 
-    monkeypatch.setattr(Scheduler, "_mark_read", counted)
+    monkeypatch.setattr(reading, "_mark_read", counted)
     return counts
 
 

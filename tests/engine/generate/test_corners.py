@@ -279,7 +279,7 @@ def test_a_stream_that_is_left_lets_go_at_once(loaded, no_collector, monkeypatch
     for _ in range(read):
         next(pieces)
     scheduler = pieces._pieces.gi_frame.f_locals["scheduler"]
-    refs += [weakref.ref(leaf) for leaf in jax.tree.leaves(scheduler.memory)]
+    refs += [weakref.ref(leaf) for leaf in jax.tree.leaves(scheduler.memory.arrays)]
     del scheduler
     if closed:
         pieces.close()

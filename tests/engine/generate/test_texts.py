@@ -13,6 +13,7 @@ from tokenizers import processors
 
 import maxjax
 from maxjax.engine.batching import programs as batching
+from maxjax.engine.batching.memory import TextMemory
 from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.generate import stream as streaming
 from maxjax.engine.generate.completion import Completion
@@ -178,7 +179,7 @@ def test_a_stream_gives_the_same(model, expected):
 def test_a_cache_that_grows(model, expected, monkeypatch):
     monkeypatch.setattr(streaming, "_FIRST_NEW_TOKENS", 1)
     grown = []
-    monkeypatch.setattr(Scheduler, "_grow", counted(Scheduler._grow, grown))
+    monkeypatch.setattr(TextMemory, "_grow", counted(TextMemory._grow, grown))
     found = maxjax.generate(model, None, PROMPTS, max_new_tokens=64)
     assert [text.tokens for text in found] == expected
     pieces = maxjax.stream(model, None, PROMPTS[2], max_new_tokens=64)
@@ -421,7 +422,7 @@ def test_cache_is_used_in_place(model, monkeypatch):
     fetch = Lockstep.fetch
 
     def noted(self, tree):
-        pool = schedulers[0].memory.pool
+        pool = schedulers[0].memory.arrays.pool
         places.update(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pool))
         return fetch(self, tree)
 
@@ -466,7 +467,7 @@ def test_interrupted(model, expected, monkeypatch, streamed):
     fetch = Lockstep.fetch
 
     def interrupted(self, tree):
-        held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(schedulers[0].memory))
+        held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(schedulers[0].memory.arrays))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Lockstep, "fetch", interrupted)
@@ -486,7 +487,7 @@ def test_a_stream_that_is_left(model, monkeypatch):
     schedulers = made(monkeypatch)
     pieces = maxjax.stream(model, characters(), PROMPTS[0], max_new_tokens=64)
     first = [next(pieces) for _ in range(20)]  # several come of a dispatch by then
-    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(schedulers[0].memory)]
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(schedulers[0].memory.arrays)]
     pieces.close()
     gc.collect()
     assert not any(ref() is not None for ref in refs)

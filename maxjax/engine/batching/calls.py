@@ -1,0 +1,124 @@
+"""Calls: how the programs of an engine are called for given texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...graph.placement.arrays import platform_of
+from ...graph.placement.specs import mesh_of
+from ...lockstep import Lockstep
+from ...nn.layer.observe.programs import ProgramObserver
+from ...progress import compiling
+from .adapters import Adapters
+from .memory import TextMemory
+from .programs import Choosing, TextRows, row_of
+from .running import RunningText
+
+_LEAST_PAGES = 8
+
+
+class Calls:
+    """Calls of programs, which change the memory of texts.
+
+    Args:
+        model: a decoder whose weights are loaded.
+        memory: what the texts have on the devices.
+        adapters: the adapters that they may use.
+        how: how their tokens are chosen.
+        is_exact: whether a text gets the same bits whatever else runs.
+        together: the call that all belong to, if several processes make it together.
+
+    Attributes:
+        observer: the run of the model, for captures and patches.
+        is_ragged: whether a row of a call may be a token of any text.
+        shows: whether it is shown that a program is being compiled.
+    """
+
+    def __init__(
+        self, model: Any, memory: TextMemory, adapters: Adapters, how: Choosing, is_exact: bool,
+        together: Lockstep | None,
+    ):  # fmt: skip
+        self.memory, self.adapters, self.how, self.is_exact = memory, adapters, how, is_exact
+        self.observer, self.together = ProgramObserver(model), together or Lockstep("generate", ())
+        self.vocab_size, self.shows = model.config.vocab_size, True
+        self._has_lengths = bool(model.config.ropes_by_length)
+        where = [leaf.sharding for leaf in jax.tree.leaves(memory.arrays)]
+        # Elsewhere a token of a ragged call would read a copy of all pages of its text.
+        self.is_ragged = (
+            platform_of(mesh_of(where) or where[0]) == "cpu"
+            and memory.is_whole
+            and not memory.is_recurrent
+        )
+
+    def placed(
+        self, texts: Sequence[RunningText], rows: int | None = None
+    ) -> list[RunningText | None]:
+        """The text of each row of a call: those of a group of devices have the rows of one block.
+
+        Args:
+            texts: the texts.
+            rows: the number of rows; None: the smallest for which there is a program.
+        """
+        groups = self.memory.groups
+        blocks: list[list[RunningText | None]] = [[] for _ in range(groups)]
+        for text in texts:
+            blocks[self.memory.group_of(text)].append(text)
+        if rows is None:
+            rows = next(n for n in self.row_counts() if n >= groups * max(map(len, blocks)))
+        return [one for part in blocks for one in [*part, *[None] * (rows // groups - len(part))]]
+
+    def text_rows(
+        self, texts: Sequence[RunningText | None], finishes: Sequence[bool] | None = None
+    ) -> TextRows:
+        """The arrays of the texts in these rows."""
+        longest = max((len(text.pages) for text in texts if text is not None), default=1)
+        width = next(n for n in self.widths() if n >= longest)
+        return TextRows.of(
+            texts, width, self.memory.slots, vocab_size=self.vocab_size, finishes=finishes,
+            has_lengths=self._has_lengths,
+        )  # fmt: skip
+
+    def widths(self, longest: int | None = None) -> Iterator[int]:
+        """The sizes of tables of pages: few, so that few programs are compiled; up to that of ``longest`` tokens."""
+        width = _LEAST_PAGES
+        yield width
+        while longest is None or width < self.memory.needed(longest):
+            width *= 4
+            yield width
+
+    def row_counts(self) -> list[int]:
+        """The numbers of texts that a decode step may be for."""
+        groups = self.memory.groups
+        fewer = () if self.is_exact else (groups, 8 * groups)
+        return [n for n in fewer if n < self.memory.slots] + [self.memory.slots]
+
+    def run(
+        self, program: Any, texts: Sequence[RunningText | None], arrays: TextRows, *args: Any, width: int | None,
+        counts: Callable[[Any], Any] = lambda _: None, keeps: bool = True,
+        rows: tuple[np.ndarray | None, np.ndarray | None] = (None, None), has_adapters: bool = False,
+    ) -> Any:  # fmt: skip
+        """Dispatches a program, and keeps the memory that it returns.
+
+        Args:
+            rows: the text of each row of tokens that the model gets, and of each row of its logits; None: the texts.
+            has_adapters: whether it is the model with adapters, if no text has one.
+        """
+        observer = self.observer
+        has_adapters |= self.is_exact and self.adapters.has_model
+        if has_adapters or any(text is not None and text.loaded is not None for text in texts):
+            no = np.int32(-1)
+            place = lambda text: no if text.loaded is None else text.loaded.place
+            places = row_of(texts, place, no)
+            observer = self.adapters.observer(*(places if n is None else places[n] for n in rows))
+        numbers = [-1 if text is None else text.number for text in texts]
+        with compiling(program.__name__, self.shows):
+            self.memory.arrays, result = observer.run(
+                self.together, program, self.memory.arrays, arrays, *args, rows=numbers,
+                counts=lambda found: counts(found[1]), width=width, keeps=keeps, how=self.how,
+                shardings=self.memory.shardings,
+            )  # fmt: skip
+        return result

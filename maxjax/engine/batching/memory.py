@@ -1,0 +1,255 @@
+"""TextMemory: what texts have on the devices: slots, pages, and words for penalties and biases.
+
+A mesh may divide sequences among G groups of its devices. Each group then has its slots and its pages, whose numbers
+are those in its part of the pool, and a text stays in its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...graph.placement.arrays import put
+from ...nn.kv_cache.kinds import States
+from ..generate.batch import bucket
+from ..sampling.rows import Words
+from ..sampling.sequences import Sequences
+from .pages import Key, Pages
+from .programs import EngineMemory, moved, resized_words, start_words
+from .running import RunningText
+
+PAGE_SIZE = 64
+# Texts of this length have room in arrays about the order of tokens, if there are no pages to tell.
+_LONGEST_AT_FIRST = 4096
+
+
+def in_groups(model: Any, slots: int) -> tuple[int, int]:
+    """The number of slots, at least so many, and of groups of devices: each has equally many, or one slot is of all."""
+    if slots == 1:
+        return 1, 1
+    groups = model.row_parts(0)  # all axes that may divide sequences divide none
+    return slots + -slots % groups, groups
+
+
+class TextMemory:
+    """Slots, pages and words.
+
+    Args:
+        model: a decoder whose weights are loaded.
+        slots: least number of slots (``in_groups``).
+        pages: number of pages of each group at first.
+        most_pages: number to which they may grow.
+        cache_dtype: dtype of keys and values; None for the model's.
+        is_exact: whether a text gets all its pages at once.
+        has_order: whether texts may have settings about the order of tokens, or rare filters.
+
+    Attributes:
+        arrays: what is on the devices.
+        slots, groups: number of slots, and number G of groups.
+        cache_dtype: dtype of keys and values; None for the model's.
+        shardings: shardings of the pool's arrays; None without a mesh.
+        is_recurrent: whether a text has a state that cannot be shared or taken back.
+        is_whole: whether each device has whole pages.
+        hits: number of tokens that were found instead of read.
+    """
+
+    def __init__(
+        self, model: Any, slots: int, pages: int, most_pages: int, cache_dtype: Any, is_exact: bool,
+        has_order: bool,
+    ):  # fmt: skip
+        self.model = model
+        slots, self.groups = in_groups(model, slots)
+        self.slots = slots
+        self.cache_dtype, self._is_exact, self.hits = cache_dtype, is_exact, 0
+        self._has_order = has_order
+        self._most, pool = max(pages, most_pages), self._pool(pages)
+        self.arrays = EngineMemory(pool, None)
+        kinds = [group.kind for group in model._groups.values()]
+        self.is_recurrent = any(isinstance(kind, States) for kind in kinds)
+        self.is_whole = all(getattr(state, "parts", 1) == 1 for state in pool.states.values())
+        where = [leaf.sharding for leaf in jax.tree.leaves(pool)]
+        self.shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
+        each, rows = pool.pages // self.groups, slots // self.groups
+        self._pages = [Pages(each, PAGE_SIZE) for _ in range(self.groups)]
+        # Models with recurrent layers alone have no pages, and texts of any length.
+        most = self._most * PAGE_SIZE if each else _LONGEST_AT_FIRST
+        self._longest = min(model.max_length, most)
+        self._free = [[*range((g + 1) * rows - 1, g * rows - 1, -1)] for g in range(self.groups)]
+
+    def _pool(self, count: int) -> Any:
+        """A pool of so many pages in each group."""
+        return self.model.page_pool(count * self.groups, PAGE_SIZE, self.slots, self.cache_dtype)
+
+    def close(self) -> None:
+        """Frees the memory on the devices."""
+        if hasattr(self, "arrays"):
+            del self.arrays
+
+    # --- numbers
+
+    @property
+    def pages(self) -> Pages:
+        """The pages of the only group."""
+        (pages,) = self._pages
+        return pages
+
+    def group_of(self, text: RunningText) -> int:
+        """The group of a text that has a slot."""
+        assert text.slot is not None
+        return text.slot // (self.slots // self.groups)
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a text can get a slot."""
+        return any(self._free)
+
+    @property
+    def count(self) -> int:
+        """The number of pages; 0 if the model keeps no keys and values."""
+        return sum(pages.count for pages in self._pages)
+
+    @property
+    def free(self) -> int:
+        """The number of pages that no text has."""
+        return sum(pages.free for pages in self._pages)
+
+    @property
+    def longest(self) -> int | None:
+        """The largest number of tokens of a text for which there are pages; None: any."""
+        return min(pages.count for pages in self._pages) * PAGE_SIZE or None
+
+    def needed(self, tokens: int) -> int:
+        """The number of pages of so many tokens."""
+        return self._pages[0].needed(tokens)
+
+    def can_add(self, texts: Sequence[RunningText], tokens: Sequence[int]) -> bool:
+        """Whether there are pages for so many tokens of each text."""
+        wanted = [0] * self.groups
+        for text, count in zip(texts, tokens, strict=True):
+            wanted[self.group_of(text)] += max(self.needed(count) - len(text.pages), 0)
+        return all(
+            n <= self._available(pages) for n, pages in zip(wanted, self._pages, strict=True)
+        )
+
+    def _available(self, pages: Pages) -> int:
+        """The number of pages that texts of a group can get, now or when the pool has grown."""
+        return pages.free + (self._most - pages.count if pages.count else 0)
+
+    # --- prefixes
+
+    def keys(self, text: RunningText, count: int) -> list[Key]:
+        """The keys of the pages of a text's first tokens; none if pages are not shared."""
+        if self.is_recurrent or text.is_lazy:
+            return []
+        salt = repr((text.salt, text.loaded, text.text_length)).encode()
+        return self._pages[0].keys(text.tokens[:count], salt)
+
+    def has(self, key: Key) -> bool:
+        """Whether a page has this key."""
+        return any(pages.has(key) for pages in self._pages)
+
+    def publish(self, text: RunningText, keys: Sequence[Key]) -> None:
+        """Gives the pages of a text these keys."""
+        self._pages[self.group_of(text)].publish(text.pages, keys)
+
+    # --- slots and pages
+
+    def start(self, text: RunningText) -> bool:
+        """Gives a text its slot and pages, and those that it shares; False if there are too few."""
+        keys, size = text.keys or [], text.limit if self._is_exact else len(text.tokens)
+        if text.slot is not None:  # it has what another one has left
+            if self.add_pages(text, size):
+                return True
+            self.release(text)
+        groups = [g for g in range(self.groups) if self._free[g]]
+        # The group that has most of its beginning, and of these the one with the fewest texts.
+        for g in sorted(groups, key=lambda g: (-self._pages[g].known(keys), -len(self._free[g]))):
+            text.slot, text.pages = self._free[g].pop(), self._pages[g].share(keys)
+            text.stored = len(text.pages) * PAGE_SIZE
+            if self.add_pages(text, size):
+                self.hits += text.stored
+                return True
+            self.release(text)
+        return False
+
+    def add_pages(self, text: RunningText, tokens: int) -> bool:
+        """Gives a text pages for so many tokens; False if there are too few."""
+        pages = self._pages[self.group_of(text)]
+        wanted = max(pages.needed(tokens) - len(text.pages), 0)
+        if wanted > self._available(pages):
+            return False
+        if wanted > pages.free:
+            self._grow(min(bucket(pages.count + wanted - pages.free), self._most))
+        more = pages.allocate(wanted)
+        assert more is not None
+        text.pages += more
+        return True
+
+    def _grow(self, count: int) -> None:
+        """Makes the pool larger, with so many pages in each group."""
+        pool = moved(self._pool(count), self.arrays.pool, shardings=self.shardings)
+        self.arrays = self.arrays._replace(pool=pool)
+        for pages in self._pages:
+            pages.grow(count)
+
+    def release(self, text: RunningText, *, is_valid: bool = True) -> None:
+        """Takes slot and pages from a text; what is not valid is shared with no other."""
+        assert text.slot is not None
+        group = self.group_of(text)
+        if not is_valid:
+            self._pages[group].withdraw(text.pages)
+        self._pages[group].release(text.pages)
+        self._free[group].append(text.slot)
+        text.slot, text.pages, text.stored = None, [], 0
+
+    def take_over(self, text: RunningText, before: RunningText) -> None:
+        """Gives a text the slot of another one, and the pages of the tokens with which both begin."""
+        if before.slot is None:
+            return
+        read, least = before.tokens[: before.stored], len(text.tokens) - 1
+        pairs = zip(read, text.tokens[:least], strict=False)
+        count = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), least))
+        is_other = (text.text_length[1], text.loaded) != (before.text_length[1], before.loaded)
+        if is_other or (count < len(read) and self.is_recurrent):
+            count = 0
+        kept = self.needed(count)
+        self._pages[self.group_of(before)].release(before.pages[kept:])
+        text.slot, text.pages, text.stored = before.slot, before.pages[:kept], count
+        before.slot, before.pages = None, []
+        self.hits += count
+
+    # --- words
+
+    def start_words(self, text: RunningText) -> None:
+        """Sets the words of a text's slot."""
+        assert text.slot is not None
+        size = text.prompt_length
+        prompt, answer = text.tokens[:size], text.tokens[size:]
+        longest = None if text.limit <= self._longest else bucket(text.limit)
+        self.set_words(text.slot, prompt, answer, text.bias, text.sequences, longest)
+
+    def set_words(
+        self, slot: int, prompt: Sequence[int], answer: Sequence[int], bias: np.ndarray | None = None,
+        sequences: Sequences | None = None, longest: int | None = None,
+    ) -> None:  # fmt: skip
+        """Sets the words of a slot; there are none before the first text that uses them."""
+        size = self.model.config.vocab_size
+        longest = (longest or self._longest) if self._has_order else None
+        words = self.arrays.words or self._placed(Words.empty(self.slots, size, longest))
+        new = Words.of(prompt, answer, bias, sequences, longest, size)
+        # Arrays of sequences grow with the largest request.
+        sizes = tuple(map(max, words.sizes, new.sizes))
+        if sizes != words.sizes:
+            words = self._placed(resized_words(words, sizes=sizes))
+        words = start_words(words, np.int32(slot), new.resized(*sizes))
+        self.arrays = self.arrays._replace(words=words)
+
+    def _placed(self, words: Words) -> Words:
+        if self.shardings is None:
+            return words
+        whole = NamedSharding(self.shardings[0].mesh, PartitionSpec())
+        return jax.tree.map(lambda array: put(array, whole), words)

@@ -1,0 +1,145 @@
+"""How a scheduler reads prompts: which pieces of them at once, and by which program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..generate.batch import bucket
+from ..generate.programs import DispatchTokens
+from .calls import Calls
+from .memory import PAGE_SIZE
+from .programs import LEAST_TOKENS, joined_tokens, read, read_tokens
+from .running import RunningText, Stage
+
+# Up to this position, tokens of several texts are read together, each of which attends to its text by itself.
+RAGGED = 2048
+
+
+def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> tuple[int, int]:
+    """Reads the next tokens of prompts, ``chunk`` of them at most.
+
+    Returns:
+        The numbers of tokens that were read, and of texts that have their first token.
+    """
+    room, pieces = chunk, []
+    for text in running:
+        if text.stage is Stage.READING and room > 0:
+            count = min(text.unread, room)
+            if calls.is_exact and count < text.unread:
+                count -= count % PAGE_SIZE  # pieces end where pages do, whatever else is read
+            pieces.append((text, count))
+            room -= count
+    pieces = [piece for piece in pieces if piece[1]]
+    joined = [piece for piece in pieces if _may_join(calls, *piece)]
+    if joined:
+        _read_tokens(calls, joined)
+    rest = [(text, count) for text, count in pieces if (text, count) not in joined]
+    for row in _rows_of_pieces(calls, rest):
+        _read_pieces(calls, row)
+    return sum(n for _, n in pieces), sum(text.stage is not Stage.READING for text, _ in pieces)
+
+
+def _may_join(calls: Calls, text: RunningText, count: int) -> bool:
+    """Whether tokens of a text are read together with those of others."""
+    is_short = text.stored + count <= RAGGED
+    is_ragged = calls.is_ragged and not calls.is_exact
+    return is_short and is_ragged and not calls.observer.is_observed
+
+
+def _read_tokens(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> None:
+    """Reads tokens of several texts at once."""
+    counts, groups = dict(pieces), calls.memory.groups
+    texts = calls.placed([text for text, _ in pieces], calls.memory.slots)
+    rows = len(texts) // groups
+    blocks = [[one for one in texts[i : i + rows] if one] for i in range(0, len(texts), rows)]
+    size = bucket(max(sum(counts[one] for one in block) for block in blocks), LEAST_TOKENS)
+    parts = [
+        joined_tokens([(one.tokens, one.stored, counts[one]) for one in block], rows, size)
+        for block in blocks
+    ]
+    for g, (_, row_of_token, _, ends) in enumerate(parts):
+        row_of_token += g * rows
+        ends += g * size
+    args = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+    for one, count in pieces:
+        _mark_read(calls, one, count)
+    arrays = calls.text_rows(texts, [one is not None and not one.unread for one in texts])
+    of = (args[1], None)
+    sampled = calls.run(read_tokens, texts, arrays, *args, width=None, rows=of)
+    _take_first(calls, texts, sampled)
+
+
+def _parts(calls: Calls, start: int, count: int) -> list[int]:
+    """The numbers of tokens that are read at once; each page by itself where bits must be the same."""
+    if not calls.is_exact:
+        return [count]
+    borders = [*range(start, start + count, PAGE_SIZE), start + count]
+    return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
+
+
+def _rows_of_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> Iterator[Any]:
+    """The pieces that are read at once: one in each group of devices, None where there is none."""
+    each = [(text, size) for text, n in pieces for size in _parts(calls, text.stored, n)]
+    of_group = lambda g: [piece for piece in each if calls.memory.group_of(piece[0]) == g]
+    groups = [of_group(g) for g in range(calls.memory.groups)]
+    if not calls.observer.is_observed:
+        yield from itertools.zip_longest(*groups)
+        return
+    for g, own in enumerate(groups):
+        for piece in own:
+            yield [piece if i == g else None for i in range(len(groups))]
+
+
+def _read_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int] | None]) -> None:
+    """Reads tokens of one text in each group of devices."""
+    texts = [None if piece is None else piece[0] for piece in pieces]
+    counts = np.asarray([0 if piece is None else piece[1] for piece in pieces], np.int32)
+    width = PAGE_SIZE if calls.is_exact else bucket(int(counts.max()), LEAST_TOKENS)
+    ids = np.zeros((len(texts), width), np.int32)
+    for row, text in enumerate(texts):
+        if text is not None:
+            ids[row, : counts[row]] = text.tokens[text.stored : text.stored + counts[row]]
+    pairs = list(zip(texts, counts, strict=True))
+    arrays = calls.text_rows(texts, [text is not None and n == text.unread for text, n in pairs])
+    again = any(text is not None and text.stored < text.recorded for text in texts)
+    sampled = calls.run(
+        read, texts, arrays, ids, counts, width=width, counts=lambda _: counts, keeps=not again
+    )
+    for text, count in pairs:
+        if text is not None:
+            _mark_read(calls, text, int(count))
+    _take_first(calls, texts, sampled)
+
+
+def _mark_read(calls: Calls, text: RunningText, count: int) -> None:
+    text.stored += count
+    text.recorded = max(text.recorded, text.stored)
+    assert text.keys is not None
+    calls.memory.publish(text, text.keys[: text.stored // PAGE_SIZE])
+
+
+def _take_first(calls: Calls, texts: Sequence[RunningText | None], sampled: Any) -> None:
+    """Gives those texts their first token that have been read to their end."""
+    read = [text is not None and not text.unread for text in texts]
+    if not any(read) and not calls.together.is_shared:
+        return
+    found = calls.together.fetch(sampled)
+    one = np.ones(found.tokens.shape, np.int32)
+    first = DispatchTokens(
+        found.tokens[:, None],
+        one,
+        ~found.valid,
+        ~found.valid,
+        jax.tree.map(lambda a: a[:, None], found),
+    )
+    for row, text in enumerate(texts):
+        if text is not None and read[row]:
+            text.stage = Stage.WRITING
+            text.receive(first, row)
+            if not text.is_lazy:
+                text.take()
