@@ -112,8 +112,8 @@ def decode_attention(
     (``decode/triton.py``), which rounds 16-bit queries after rope, and the softmax weights, to their dtype (for
     an int8 cache weights to bfloat16). TPUs, other GPUs, slopes on GPUs, and operands that Triton does not support
     use ``decode/blocks.py``. Other dtypes, derivatives, exports for CPUs and NVIDIA GPUs use :func:`definition`.
-    With ``table``, TPUs run a kernel in Mosaic (``tpu/paged_decode.py``) if D is a multiple of 128. Otherwise they
-    and other GPUs use :func:`paged_definition`, which copies the pages of the layer, on TPUs even the pool.
+    With ``table``, TPUs run a kernel in Mosaic (``tpu/paged_decode.py``) if 128 divides D or P. Otherwise they and
+    other GPUs use :func:`paged_definition`, which copies the pages of the layer, on TPUs even the pool.
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))

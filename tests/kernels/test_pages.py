@@ -111,6 +111,7 @@ CASES = {
     "window of one": ({}, {"sliding_window": 1}),
     "cap and sinks": ({"sinks": True, "pairs": 8}, {"soft_cap": 3.0}),
     "slopes": ({"slopes": True}, {"sliding_window": 9}),
+    "wide heads": ({"width": 128}, {}),
     "one head": ({"heads": 5, "kv_heads": 1, "lengths": (19,)}, {}),
 }
 
@@ -131,6 +132,7 @@ INTERPRETED = [
     "int8",
     "latent",
     "holes",
+    "wide heads",
 ]
 
 

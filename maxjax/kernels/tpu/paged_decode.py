@@ -42,15 +42,15 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
         >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
         >>> options, one, table = Options(1.0, 0, 0.0, False, False), shape(1, 2, 32), shape(1, 4)
         >>> lacks(options, shape(1, 2, 4, 32), one, one, shape(9, 2, 64, 32), table)
-        'XLA does not lay out heads of 32 numbers one after the other, as 128 does not divide it'
+        'pages are [64, 32], and 128 divides neither'
     """
     *_, heads, size, width = keys.shape
     if rest[_SLOPES:-1] and rest[_SLOPES].size:
         return "scores have a bias of the distance"
     if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
         return f"queries are {q.dtype} and the cache is {keys.dtype}"
-    if width % LANES:
-        return f"XLA does not lay out heads of {width} numbers one after the other, as {LANES} does not divide it"
+    if width % LANES and size % LANES:  # XLA would lay out the pool with the pages last
+        return f"pages are [{size}, {width}], and {LANES} divides neither"
     if heads * size * width * keys.dtype.itemsize > _BYTES:
         return f"a page has more than {_BYTES:,} bytes of keys"
     if rest[-1].size > _MOST_ENTRIES:
@@ -79,24 +79,26 @@ def kernel(
         caches = caches[::2]
     # XLA copies the pages of scales, which are small compared with those of keys: it would copy the whole pool of
     # scales into the layout that the kernel reads.
-    pools = 1 if is_shared else 2
-    scales = [a.at[layer, table].get(mode="clip") for a in caches[pools:]]  # [B, M, K, P]
+    scales = [a.at[layer, table].get(mode="clip") for a in caches[1 if is_shared else 2 :]]
     heads, size, width = keys.shape[-3:]
     count = min(table.shape[1], _MOST_PAGES, _BYTES // (heads * size * width * keys.dtype.itemsize))
     # 16-bit queries are rounded, as everywhere else on a TPU; the scale multiplies the scores instead.
     queries = step.q.astype(q.dtype)
+    # For heads of other widths XLA lays out the pool with the slots last in memory, so that no row is padded.
+    turned = width % LANES > 0
+    pools = [a.swapaxes(3, 4) if turned else a for a in caches[: 1 if is_shared else 2]]
     last = jnp.clip(lengths // size, 0, table.shape[1] - 1)
     first = jnp.zeros_like(last)
     if static.window:
         first = jnp.clip((lengths + 1 - static.window) // size, 0, last)
-    mixed, largest, total = _call(static, count, is_shared, interpret)(
-        layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *caches[:pools], *scales
+    mixed, largest, total = _call(static, count, is_shared, turned, interpret)(
+        layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *pools, *scales
     )
     return step.answer(mean(largest[..., 0], total[..., 0], mixed, sinks), lengths, q.dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _call(static: Options, count: int, is_shared: bool, interpret: Any) -> Any:
+def _call(static: Options, count: int, is_shared: bool, turned: bool, interpret: Any) -> Any:
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import tpu
 
@@ -137,7 +139,7 @@ def _call(static: Options, count: int, is_shared: bool, interpret: Any) -> Any:
             pools = [a for a in arrays if a.ndim == 5]
             arrays[: len(pools)] = [tpu.with_memory_space_constraint(a, tpu.HBM) for a in pools]
         return pl.pallas_call(
-            functools.partial(_program, static, count, each, pages, is_shared),
+            functools.partial(_program, static, count, each, pages, is_shared, turned),
             grid_spec=tpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
                 grid=(batch, steps),
@@ -154,7 +156,7 @@ def _call(static: Options, count: int, is_shared: bool, interpret: Any) -> Any:
 
 
 def _program(
-    static: Options, count: int, each: int, pages: int, is_shared: bool,
+    static: Options, count: int, each: int, pages: int, is_shared: bool, turned: bool,
     layer: Any, lengths: Any, first: Any, last: Any, table: Any, q: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """One program: ``count`` pages of one sequence. The results of the programs before it are in the outputs."""
@@ -164,7 +166,7 @@ def _program(
     keys, *rest = [arrays[i : i + count] for i in range(0, len(arrays), count)]
     values, *scales = [keys, *rest, *rest] if is_shared else rest
     row, step = pl.program_id(0), pl.program_id(1)
-    begin, size = first[row] + step * count, keys[0].shape[1]
+    begin, size = first[row] + step * count, keys[0].shape[2 if turned else 1]
 
     @pl.when(step == 0)
     def _() -> None:
@@ -183,10 +185,12 @@ def _program(
             end = jnp.where((page >= 0) & (page < pages), static.window or 2**31 - 1, 0)
             return (age >= 0) & (age < end)
 
-        queries = q[...]
+        queries, slots = q[...], 2 if turned else 1
         scores = []
         for i in range(count):
-            found = _dot(queries, keys[i][...].astype(queries.dtype), 2) * jnp.float32(static.scale)
+            found = _dot(
+                queries, keys[i][...].astype(queries.dtype), 1 if turned else 2
+            ) * jnp.float32(static.scale)
             if scales:
                 found = found * scales[0][i][...][:, None]
             if static.cap:
@@ -205,8 +209,8 @@ def _program(
                 weights = weights * scales[1][i][...][:, None]
             # Values that are not seen may be NaN.
             read = values[i][...].astype(queries.dtype)
-            read = jnp.where(sees(i, read.shape, 1), read, jnp.zeros_like(read))
-            out = out + _dot(weights.astype(queries.dtype), read, 1)
+            read = jnp.where(sees(i, read.shape, slots), read, jnp.zeros_like(read))
+            out = out + _dot(weights.astype(queries.dtype), read, slots)
         largest[...], total[...], mixed[...] = new, sum_, out
 
 
