@@ -3,6 +3,7 @@
     python scripts/bench_engine.py                       # 512 prompts, 32 slots, a random Llama of 135 M
     python scripts/bench_engine.py --quick               # a tiny model and few prompts, in seconds
     python scripts/bench_engine.py --only prefix         # a common beginning of 1,024 tokens
+    python scripts/bench_engine.py --only speculation --model SmolLM2-135M-Instruct.Q4_1.gguf   # real texts
 
 Lengths of prompts are log-normal (median 48, sigma 0.8, 4 to 512), those of answers too (median 32, sigma 1, 1 to 256);
 they are read from bench_engine.txt. An answer's length is the largest number of its tokens, which no scheduler looks at
@@ -11,6 +12,7 @@ to decide which text is next. Both ways run in turns, in one process; printed ar
 batches  decode steps, CPU seconds of reading and of writing, tokens a second: engine over batches
 busy     share of the slots that write, until the last prompt has started and over all
 prefix   time to the first token of 64 prompts with a common beginning, second over first
+speculation  tokens a second of one stream with guesses over without; and whether the text is the same
 python   seconds of Python for a step of all slots, with a model of no size
 adapters tokens a second with four LoRA adapters of rank 16 of all linear layers, one in each slot, over none
 """
@@ -33,6 +35,7 @@ import random_llama
 
 import maxjax
 from maxjax.engine.batching.adapters import Adapters
+from maxjax.engine.batching.draft import Drafts
 from maxjax.engine.batching.memory import PAGE_SIZE
 from maxjax.engine.batching.running import RunningText, running_text
 from maxjax.engine.batching.scheduler import Scheduler
@@ -41,6 +44,7 @@ from maxjax.engine.generate.request import Prompt, Request
 from maxjax.lora.side_by_side import updates_of
 
 LENGTHS = Path(__file__).with_suffix(".txt")
+SUMMARIES = Path(__file__).with_name("bench_engine_summaries.txt")
 
 
 def lengths(count: int) -> list[tuple[int, int]]:
@@ -192,6 +196,74 @@ def adapters(model: Any, options: argparse.Namespace) -> None:
     print(f"adapters   tokens a second, four over none: {statistics.median(ratios):.2f}")
 
 
+def compile_short(scheduler: Scheduler) -> None:
+    """Compiles the programs for texts of 8 pages, without penalties and grammars."""
+    scheduler._compile(8, None, False)
+    if isinstance(scheduler.speculation, Drafts):
+        scheduler.speculation.compile(8)
+
+
+def speculation(model: Any, options: argparse.Namespace) -> None:
+    """One stream with guesses and without: tokens a second after the first one."""
+    tokenizer, draft = None, None
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, model.config.vocab_size, 64).tolist()
+    hot = {"temperature": 1.0, "key": jax.random.key(1)}
+    jobs: dict[str, tuple[Any, dict[str, Any]]] = {
+        "a text that repeats itself": (ids, {}),
+        "nothing is found": (ids, hot),
+    }
+    if options.model is not None:
+        model, tokenizer = maxjax.load(
+            options.model, dtype=random_llama.CONFIG_DTYPES[options.type]
+        )
+        draft, _ = maxjax.load(options.model)
+        texts = SUMMARIES.read_text().split("\n\n")
+        jobs = {
+            f"{task} {number}": (f"{task} the following text.\n\n{' '.join(text.split())}", {})
+            for number, text in enumerate(texts, 1)
+            for task in ("Summarize", "Correct the spelling of")
+        }
+        jobs["nothing is found"] = ("Write a story about a dog and a lighthouse.", hot)
+    new = 48 if options.quick else 160
+    ways: dict[str, dict[str, Any]] = {
+        "lookup": {"speculation": "lookup"},
+        "draft": {"draft": draft},
+    }
+    engines = {
+        name: maxjax.Engine(model, tokenizer, slots=1, **way)
+        for name, way in {"plain": {}, **ways}.items()
+        if name != "draft" or draft is not None
+    }
+    for engine in engines.values():
+        engine._worker.call(compile_short)
+    for job, (prompt, settings) in jobs.items():
+        rates: dict[str, list[float]] = {name: [] for name in engines}
+        found, before = {}, {name: engine.stats() for name, engine in engines.items()}
+        for number in range(options.pairs):
+            for name in list(engines)[:: 1 if number % 2 else -1]:
+                answer = engines[name].submit(prompt, max_new_tokens=new, eos_ids=(), **settings)
+                while not answer.completion.tokens:
+                    time.sleep(1e-3)
+                began, first = time.perf_counter(), len(answer.completion.tokens)
+                found[name] = answer.result()
+                rates[name].append((new - first) / (time.perf_counter() - began))
+        for name in list(engines)[1:]:
+            ratio = statistics.median(
+                a / b for a, b in zip(rates[name], rates["plain"], strict=True)
+            )
+            stats, old = engines[name].stats(), before[name]
+            made = stats.guessed_tokens - old.guessed_tokens
+            right = stats.right_tokens - old.right_tokens
+            same = "equal" if found[name].tokens == found["plain"].tokens else "different"
+            print(
+                f"{name:10} {job}: {statistics.median(rates[name]):.1f} tokens a second, {ratio:.2f} times as many; "
+                f"{right} of {made} guesses right; text {same}", flush=True,
+            )  # fmt: skip
+    for engine in engines.values():
+        engine.close()
+
+
 def python(options: argparse.Namespace) -> None:
     config = maxjax.models.LlamaConfig(64, 8, 8, num_hidden_layers=1, num_attention_heads=1)
     model = maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
@@ -220,7 +292,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--type", default="BF16", choices=random_llama.DTYPES)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts")
-    parser.add_argument("--only", choices=("batches", "prefix", "adapters", "python"))
+    parser.add_argument(
+        "--only", choices=("batches", "prefix", "adapters", "speculation", "python")
+    )
+    parser.add_argument(
+        "--model", help="a chat model for speculation, of whose file a quantised one is the draft"
+    )
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.slots, options.pairs = 24, 4, 1
@@ -233,6 +310,8 @@ def main() -> None:
             prefix(model, options)
         if options.only in (None, "adapters"):
             adapters(model, options)
+        if options.only in (None, "speculation"):
+            speculation(model, options)
     if options.only in (None, "python"):
         python(options)
 
