@@ -35,6 +35,7 @@ import random_llama
 
 import maxjax
 from maxjax.engine.batching.adapters import Adapters
+from maxjax.engine.batching.compile import _compile
 from maxjax.engine.batching.draft import Drafts
 from maxjax.engine.batching.memory import PAGE_SIZE
 from maxjax.engine.batching.running import RunningText, running_text
@@ -198,7 +199,7 @@ def adapters(model: Any, options: argparse.Namespace) -> None:
 
 def compile_short(scheduler: Scheduler) -> None:
     """Compiles the programs for texts of 8 pages, without penalties and grammars."""
-    scheduler._compile(8, None, False)
+    _compile(scheduler, 8, None, False)
     if isinstance(scheduler.speculation, Drafts):
         scheduler.speculation.compile(8)
 
