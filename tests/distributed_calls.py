@@ -71,6 +71,13 @@ def answers(axes: dict[str, int], all_of_them: bool) -> dict[str, Any]:
     generated("stops", PROMPTS, max_new_tokens=40, stop=["= 8", "11"])
     generated("in batches", PROMPTS[:3], max_new_tokens=20, batch_size=2)
     generated("penalties", PROMPTS[:2], max_new_tokens=20, repetition_penalty=1.3)
+    generated(
+        "sequences",
+        PROMPTS[:2],
+        max_new_tokens=20,
+        no_repeat_ngram_size=2,
+        bad_words=["= 8", [4, 5]],
+    )
     generated("int8", PROMPTS[:2], max_new_tokens=20, cache_dtype="int8")
     pieces = maxjax.stream(model, tokenizer, PROMPTS[2], max_new_tokens=200, chunk=16, **sampled)
     found["long"] = ["".join(pieces), *_told(pieces.completion)]
@@ -86,6 +93,7 @@ def answers(axes: dict[str, int], all_of_them: bool) -> dict[str, Any]:
     text = "".join(f"{prompt}\n" for prompt in PROMPTS)
     scored = maxjax.perplexity(model, tokenizer, text, context=16, batch_size=2)
     losses = [math.log(scored.perplexity)]
+    losses += [one.total for one in maxjax.score(model, tokenizer, PROMPTS[:3], logprobs=1)]
     found["logprobs"] = [[one.logprob for one in text.logprobs] for text in rates] + [losses]
     return found
 
