@@ -32,7 +32,7 @@ from .targets import targets
 
 
 class LayerUpdate(NamedTuple):
-    """The update of one layer: arrays of NumPy, A ``[r, in]`` and B ``[out, r]``, which is multiplied by the scale."""
+    """The update of one layer, arrays of NumPy: A ``[r, in]``, and B ``[out, r]``, which has the scale in it."""
 
     a: np.ndarray
     b: np.ndarray
@@ -46,6 +46,7 @@ class LayerUpdate(NamedTuple):
 Updates = Mapping[str, LayerUpdate]
 
 
+@isolated()
 def updates_of(model: Module, adapter: str | os.PathLike[str] | Module) -> Updates:
     """The updates of an adapter by the names of the model's layers.
 
@@ -60,10 +61,10 @@ def updates_of(model: Module, adapter: str | os.PathLike[str] | Module) -> Updat
         NotImplementedError: it has LoRA weights of experts.
         CheckpointError, UnsupportedModelError: as for :func:`maxjax.lora.load`.
     """
-    layers = {name: one for one in targets(model) for name in one.names}
+    layers, dtype = {name: one for one in targets(model) for name in one.names}, _dtype_of(model)
     if isinstance(adapter, Module):
         found, settings = _of_module(adapter), _settings_of(adapter)
-        where, wrong = "the adapter", UserInputError
+        wrong = UserInputError
     elif isinstance(adapter, (str, os.PathLike)):
         found, settings, where = _of_files(model, Path(checkpoint_path(adapter)), layers)
         wrong = lambda problem: CheckpointMismatchError(problem, path=where)
@@ -95,9 +96,14 @@ def updates_of(model: Module, adapter: str | os.PathLike[str] | Module) -> Updat
                 raise wrong(
                     f"{attr} of '{name}' has shape {list(array.shape)}, expected {list(expected)}"
                 )
-        a, b = found[name]["lora_A"], found[name]["lora_B"] * np.float32(one.scale)
+        with np.errstate(over="ignore"):
+            a, b = found[name]["lora_A"], found[name]["lora_B"] * np.float32(one.scale)
+            a, b = a.astype(dtype.np), b.astype(dtype.np)
+        # Rows with other adapters multiply them by zero.
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise wrong(f"the LoRA weights of '{name}' have values that are not finite")
+            raise wrong(
+                f"the LoRA weights of '{name}' have values that are not finite in {dtype.name}"
+            )
         updates[name] = LayerUpdate(a, b)
     return updates
 
@@ -170,9 +176,8 @@ class SideBySide:
         # Equal layers stay equal, whichever of them have updates.
         chosen = [one for one in targets(model) if not own.isdisjoint(one.names)]
         together = Adapter(total, float(total), adapters=len(adapters))
-        new = attached(
-            model, {name: together for one in chosen for name in one.names}, _dtype_of(model)
-        )
+        dtype = _dtype_of(model)
+        new = attached(model, {name: together for one in chosen for name in one.names}, dtype)
         rows = lambda: Weight("lora_rows", DType.int32, ("rows",), DeviceRef.CPU())
         self._rows, self._last_rows = rows(), rows()
         values = {}
@@ -183,11 +188,10 @@ class SideBySide:
             add_shared_weight(new, one.layer, "lora_rows", weight, one.base)
             parts = one.parts
             for name in one.names:
-                a, b = _joined(
-                    one.layer, [None if u is None else u.get(name) for u in adapters], rank
-                )
+                given = [None if u is None else u.get(name) for u in adapters]
+                a, b = _joined(one.layer, given, rank, dtype)
                 values |= {f"{name}.{parts['lora_A']}": a, f"{name}.{parts['lora_B']}": b}
-        Module.load_state_dict(new, values, strict=False, cast=True)
+        Module.load_state_dict(new, values, strict=False)
         self.model = new
 
     def set_rows(self, rows: np.ndarray, last: np.ndarray) -> None:
@@ -208,12 +212,12 @@ def _dtype_of(model: Any) -> DType:
 
 
 def _joined(
-    layer: LowRank, updates: list[LayerUpdate | None], rank: int
+    layer: LowRank, updates: list[LayerUpdate | None], rank: int, dtype: DType
 ) -> tuple[np.ndarray, np.ndarray]:
     """A and B of a layer's updates side by side, with zeros where there is none."""
     shape, total = layer.base_shape, rank * len(updates)
-    a = np.zeros((total, shape[1 - layer.out_axis]), np.float32)
-    b = np.zeros((shape[layer.out_axis], total), np.float32)
+    a = np.zeros((total, shape[1 - layer.out_axis]), dtype.np)
+    b = np.zeros((shape[layer.out_axis], total), dtype.np)
     for place, one in enumerate(updates):
         if one is not None:
             part = slice(place * rank, place * rank + one.rank)

@@ -106,8 +106,11 @@ def test_each_text_has_its_own_adapter(model, each, expected, options):
 def test_from_folders_while_texts_are_written(model, each, expected, tmp_path):
     with maxjax.Engine(model, slots=4) as engine:
         first = engine.submit(PROMPTS[1], **OPTIONS)
-        for name, one in each.items():
-            engine.add_adapter(name, lora.save(tmp_path / name, one))
+        folders = {name: lora.save(tmp_path / name, one) for name, one in each.items()}
+        with jax.transfer_guard("disallow"):
+            engine.add_adapter("all", each["all"])
+            for name in ("some", "ends"):
+                engine.add_adapter(name, folders[name])
         for answer, wanted in zip(
             [first, *submitted(engine)], [expected[1], *expected], strict=True
         ):
@@ -255,6 +258,23 @@ def test_without_adapters_programs_are_those_of_the_model(model, each):
         engine.add_adapter("all", each["all"])
         engine.submit(PROMPTS[0], **OPTIONS).result()
         assert programs.decode._cache_size() == count
+
+
+def test_in_16_bits(model):
+    half, model = (filled(Llama(model.config, dtype)) for dtype in ("float16", "bfloat16"))
+    huge = tuned(half, "some")
+    weight = huge.model.layers[1].self_attn.q_proj.lora_B
+    weight.value = weight.value.at[0, 0].set(1e5)
+    with maxjax.Engine(half, slots=1) as engine:
+        with pytest.raises(UserInputError, match="not finite in float16"):
+            engine.add_adapter("huge", huge)
+    one = tuned(model, "all")
+    with maxjax.Engine(model, slots=2, adapters={"all": one}) as engine:
+        found = engine.submit(PROMPTS[3], adapter="all", **OPTIONS).result()
+    wanted = maxjax.generate(one, None, PROMPTS[3], **OPTIONS)
+    plain = maxjax.generate(model, None, PROMPTS[3], **OPTIONS)
+    first, expected, other = (one.logprobs[0].logprob for one in (found, wanted, plain))
+    assert abs(first - expected) < 0.05 < abs(other - expected)
 
 
 def test_an_adapter_that_is_removed_before_its_text_is_in_the_queue(model):
