@@ -38,8 +38,8 @@ from .running import RunningText
 from .speculation import Guesses, Plan, Rates, Speculation, chain, most_guesses
 
 _MOST_GUESSES = 7
-# The rate of guesses that is assumed at first, and the time of a step of the draft over one of the model.
-_RATE, _STEP_TIME = 0.8, 0.2
+# The rate of guesses that is assumed at first.
+_RATE = 0.8
 # The number of steps without guesses after which they are tried again.
 _AGAIN = 256
 # The number of times of which the median is taken.
@@ -78,7 +78,9 @@ class Drafts(Speculation):
         self._shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
         self._reads_tokens = platform_of(mesh_of(where) or where[0]) == "cpu"
         self._memory = EngineMemory(pool, None)
-        self._step_seconds: deque[float] = deque(maxlen=_MEASURED)
+        # The time of a step over that of a step of the model: what weights alone would make it, and measured ones.
+        self._size = _weight_bytes(model) / _weight_bytes(calls.memory.model)
+        self._step_times: deque[float] = deque(maxlen=_MEASURED)
         self._rates: WeakKeyDictionary[RunningText, Rates] = WeakKeyDictionary()
         # The list of pages of a text, which is another one when it gets others, and the number of tokens in them.
         self._stored: WeakKeyDictionary[RunningText, tuple[list[int], int]] = WeakKeyDictionary()
@@ -108,14 +110,12 @@ class Drafts(Speculation):
         return chain([self._rates_of(text).of(1)] * most)
 
     def extra_time(self, count: int, rows: int) -> float:
-        plain = self.plain_seconds(rows)
-        if not self._step_seconds or plain is None:
-            return (count + 1) * _STEP_TIME
-        return (count + 1) * statistics.median(self._step_seconds) / plain
+        return (count + 1) * statistics.median_low([self._size, *self._step_times])
 
     def plan(self, texts: Sequence[RunningText]) -> Plan | None:
         if self.done - self._last > _AGAIN:
             self._rates.clear()  # the texts may go on with what is easier to guess
+            self._step_times.clear()
             self._last = self.done
         if (found := super().plan(texts)) is not None and found.counts:
             self._last = self.done
@@ -126,12 +126,13 @@ class Drafts(Speculation):
         if not texts:
             return Guesses(plan.shape, {})
         self._grow()
-        self._read(texts)
+        has_read = self._read(texts)
         steps = 1 + max(plan.counts[text] for text in texts)
         began, compiled = time.perf_counter(), _compiled()
         found = jax.device_get(self._decode(texts, steps))
-        if compiled == _compiled():
-            self._step_seconds.append((time.perf_counter() - began) / steps)
+        plain = self.plain_seconds(len(texts))
+        if compiled == _compiled() and not has_read and plain is not None:
+            self._step_times.append((time.perf_counter() - began) / steps / plain)
         tokens = {}
         for row, text in enumerate(texts):
             count = min(int(found.counts[row]), plan.counts[text])
@@ -162,9 +163,9 @@ class Drafts(Speculation):
 
     # --- programs
 
-    def _read(self, texts: Sequence[RunningText]) -> None:
-        """Reads the tokens of texts that the model has read and this one has not."""
-        chunk, pieces, room = self._chunk, [], 0
+    def _read(self, texts: Sequence[RunningText]) -> bool:
+        """Reads the tokens of texts that the model has read and this one has not; returns whether there are any."""
+        chunk, pieces, room, has_read = self._chunk, [], 0, False
         for text in texts:
             start = self._first_unread(text)
             while start < text.stored:
@@ -173,13 +174,14 @@ class Drafts(Speculation):
                     pieces, room = [], chunk
                 count = min(text.stored - start, room)
                 pieces.append((text, start, count))
-                start, room = start + count, room - count
+                start, room, has_read = start + count, room - count, True
             self._stored[text] = text.pages, text.stored
         self._read_pieces(pieces)
         for text in texts:
             for page in text.pages[: text.stored // self._room.pages.size]:
                 if (key := self._room.pages.key(page)) is not None:
                     self._keys[page] = key
+        return has_read
 
     def _first_unread(self, text: RunningText) -> int:
         pages, stored = self._stored.get(text, (None, 0))
@@ -278,6 +280,10 @@ def check_speculation(model: Any, speculation: Any, draft: Any) -> None:
         raise UserInputError(
             f"this {type(draft).__name__} is not supported as draft: its RoPE depends on the length of the text"
         )
+
+
+def _weight_bytes(model: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
 
 def _compiled() -> int:
