@@ -597,7 +597,8 @@ class _Attention(NamedTuple):
             slots = self._written(k, k, slots, layer, part)
             return slots.layer_slots(layer).floats(dtype)[0][0], slots
         slots = self._written_to_pages(k, k, slots, layer, part)
-        return slots.with_arrays(self._pages(slots, layer, part)[0]).floats(dtype)[0][0], slots
+        cache, _ = self._pages(slots, layer, part)
+        return cached_rows(cache, 0, dtype)[0].swapaxes(1, 2), slots
 
     def _prefill_sliding(
         self, q: jax.Array, k: Any, v: Any, slots: Slots, layer: Any, part: CachePart | None

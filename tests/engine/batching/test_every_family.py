@@ -1,5 +1,6 @@
 """The Engine gives each family's texts what a batch gives them: every kind of attention, cache and recurrence."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -74,3 +75,20 @@ def tuned(model, names, seed):
     }
     new.load_state_dict(values, strict=False)
     return new
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case)) for case in CASES if str(case) in KINDS]
+)
+def test_texts_on_a_mesh(case, tmp_path):
+    """Each group of devices has its own texts: their pages, recurrent states and remembered vectors."""
+    case.model(tmp_path)
+    alone, _ = maxjax.load(tmp_path, tokenizer=False)
+    prompts = [(ids_of(1, n, n)[0] % alone.config.vocab_size).tolist() for n in (21, 3, 70, 9, 40)]
+    options = {"max_new_tokens": 8, "eos_ids": ()}
+    expected = [text.tokens for text in maxjax.generate(alone, None, prompts, **options)]
+    mesh = maxjax.make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    model, _ = maxjax.load(tmp_path, mesh=mesh, tokenizer=False)
+    found = maxjax.generate(model, None, prompts, **options, batch_size=2, chunk=32)
+    assert [text.tokens for text in found] == expected
+    assert maxjax.generate(model, None, prompts[2], **options).tokens == expected[2]
