@@ -131,7 +131,8 @@ def test_over_quantised_weights(model, tmp_path):
 @pytest.mark.parametrize("explicit", [False, True])
 def test_on_a_mesh(each, expected, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,), devices=jax.devices()[:2])
+    devices = jax.devices()[:4]
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=devices)
     with maxjax.Engine(llama().to(mesh), slots=4, adapters=each) as engine:
         for answer, wanted in zip(submitted(engine), expected, strict=True):
             same(answer, wanted)
