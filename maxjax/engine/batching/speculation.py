@@ -37,7 +37,7 @@ _DECAY, _PRIOR = 0.95, 2.0
 # A guess that is less probable is not made.
 _LEAST_CHANCE = 0.05
 # A call with guesses must promise so many times as many tokens a second.
-_LEAST_GAIN = 1.05
+_LEAST_GAIN = 1.15
 # The time of a further token of a call, relative to a step, where it has not been measured; the number of steps after
 # which measured times are too old; and of how many of them the median is taken.
 _TOKEN_COST, _OLD, _MEASURED = 0.1, 1000, 7
