@@ -13,6 +13,7 @@ batches  decode steps, CPU seconds of reading and of writing, tokens a second: e
 busy     share of the slots that write, until the last prompt has started and over all
 prefix   time to the first token of 64 prompts with a common beginning, second over first
 speculation  tokens a second of one stream with guesses over without; and whether the text is the same
+stream   tokens a second of one stream, and CPU seconds, over those of the loop over a batch of one
 python   seconds of Python for a step of all slots, with a model of no size
 adapters tokens a second with four LoRA adapters of rank 16 of all linear layers, one in each slot, over none
 """
@@ -41,7 +42,10 @@ from maxjax.engine.batching.memory import PAGE_SIZE
 from maxjax.engine.batching.running import RunningText, running_text
 from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.generate.batch import Batch, bucket
+from maxjax.engine.generate.batches import BatchStream
 from maxjax.engine.generate.request import Prompt, Request
+from maxjax.engine.generate.texts import stream_answer
+from maxjax.lockstep import Lockstep
 from maxjax.lora.side_by_side import updates_of
 
 LENGTHS = Path(__file__).with_suffix(".txt")
@@ -265,6 +269,29 @@ def speculation(model: Any, options: argparse.Namespace) -> None:
         engine.close()
 
 
+def stream(model: Any, options: argparse.Namespace) -> None:
+    """One prompt of 48 tokens and 64 more, in pairs."""
+    ids = np.random.default_rng(2).integers(0, model.config.vocab_size, 48).tolist()
+    request, prompt = Request(model, None, 64, None, (), None, {}), Prompt(ids, None, False)
+    alone = Lockstep("stream", ())
+    ways = {
+        "new": lambda: stream_answer(request, prompt, None, 512, None, alone),
+        "old": lambda: BatchStream(request, request.batch(ids, None, 512, None), prompt),
+    }
+    pairs = []
+    for number in range(options.pairs + 1):
+        times, tokens = Times(), {}
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            made = ways[name]()
+            times.of(name, lambda made=made: list(made))
+            tokens[name] = made.completion.tokens
+        assert tokens["new"] == tokens["old"]
+        if number:  # the first one compiles
+            pairs.append([of["old"] / of["new"] for of in (times.wall, times.cpu)])
+    speed, cpu = (statistics.median(pair) for pair in zip(*pairs, strict=True))
+    print(f"stream     tokens a second {speed:.3f}, CPU seconds {1 / cpu:.3f}")
+
+
 def python(options: argparse.Namespace) -> None:
     config = maxjax.models.LlamaConfig(64, 8, 8, num_hidden_layers=1, num_attention_heads=1)
     model = maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
@@ -294,7 +321,7 @@ def main() -> None:
     parser.add_argument("--type", default="BF16", choices=random_llama.DTYPES)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts")
     parser.add_argument(
-        "--only", choices=("batches", "prefix", "adapters", "speculation", "python")
+        "--only", choices=("batches", "prefix", "adapters", "speculation", "stream", "python")
     )
     parser.add_argument(
         "--model", help="a chat model for speculation, of whose file a quantised one is the draft"
@@ -309,6 +336,8 @@ def main() -> None:
             batches(model, options)
         if options.only in (None, "prefix"):
             prefix(model, options)
+        if options.only in (None, "stream"):
+            stream(model, options)
         if options.only in (None, "adapters"):
             adapters(model, options)
         if options.only in (None, "speculation"):

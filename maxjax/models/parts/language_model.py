@@ -287,7 +287,7 @@ class LanguageModel(Scored, PretrainedModel):
     def shares_pages(self) -> bool:
         """Whether a pool of pages serves as well as a cache with slots of each sequence.
 
-        It does not on GPUs and TPUs, whose kernels have no tables of pages yet.
+        So far it is used on CPUs: not every kernel of GPUs and TPUs takes a table of pages.
         """
         mesh = mesh_of([self._sharding])
         return platform_of(mesh or self._sharding) == "cpu"

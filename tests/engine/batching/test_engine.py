@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import threading
 
 import jax
@@ -246,15 +247,28 @@ def test_closed_before_the_end(model):
         answer.result(timeout=60)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_a_mesh(model, explicit):
+@pytest.mark.parametrize(
+    ("axes", "explicit"),
+    [({"model": 2}, False), ({"model": 2}, True), ({"data": 2}, False), ({"data": 2, "model": 4}, True)],
+)  # fmt: skip
+def test_a_mesh(model, axes, explicit):
+    """With an axis of data each of its devices has a slot of its own, and pages for its texts alone."""
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,), devices=jax.devices()[:2])
+    count = math.prod(axes.values())
+    mesh = maxjax.make_mesh(**axes, axis_types=kind, devices=jax.devices()[:count])
     placed = maxjax.init(Llama(model.config), jax.random.key(3)).to(mesh)
-    with maxjax.Engine(placed, slots=2, chunk=32) as engine:
+    with maxjax.Engine(placed, slots=1 + axes.get("data", 1), chunk=32) as engine:
         answers = [engine.submit(p, max_new_tokens=8) for p in PROMPTS[:4]]
         for prompt, answer in zip(PROMPTS, answers, strict=False):
             same(answer.result(), alone(model, prompt, max_new_tokens=8))
+        assert engine.slots % axes.get("data", 1) == 0
+        assert engine.stats().free_pages == engine.stats().pages
+        for leaf in jax.tree.leaves(engine._worker.scheduler.memory.arrays.pool):
+            parts = {
+                tuple(map(str, part))
+                for part in leaf.sharding.devices_indices_map(leaf.shape).values()
+            }
+            assert len(parts) == count  # no two devices have the same
 
 
 def logprobs(answer):
