@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ class Calls:
         adapters: the adapters that they may use.
         how: how their tokens are chosen.
         is_exact: whether a text gets the same bits whatever else runs.
+        has_masks: whether texts may have grammars.
+        longest: largest number of tokens of a text.
         together: the call that all belong to, if several processes make it together.
 
     Attributes:
@@ -40,11 +42,12 @@ class Calls:
 
     def __init__(
         self, model: Any, memory: TextMemory, adapters: Adapters, how: Choosing, is_exact: bool,
-        together: Lockstep | None,
+        has_masks: bool, longest: int, together: Lockstep | None,
     ):  # fmt: skip
         self.memory, self.adapters, self.how, self.is_exact = memory, adapters, how, is_exact
         self.observer, self.together = ProgramObserver(model), together or Lockstep("generate", ())
         self.vocab_size, self.shows = model.config.vocab_size, True
+        self._has_masks, self._longest = has_masks, longest
         self._has_lengths = bool(model.config.ropes_by_length)
         where = [leaf.sharding for leaf in jax.tree.leaves(memory.arrays)]
         # Elsewhere a token of a ragged call would read a copy of all pages of its text.
@@ -72,23 +75,29 @@ class Calls:
         return [one for part in blocks for one in [*part, *[None] * (rows // groups - len(part))]]
 
     def text_rows(
-        self, texts: Sequence[RunningText | None], finishes: Sequence[bool] | None = None
-    ) -> TextRows:
-        """The arrays of the texts in these rows."""
-        longest = max((len(text.pages) for text in texts if text is not None), default=1)
-        width = next(n for n in self.widths() if n >= longest)
+        self, texts: Sequence[RunningText | None], finishes: Sequence[bool] | None = None,
+        width: int | None = None, gathers: bool = False,
+    ) -> TextRows:  # fmt: skip
+        """The arrays of the texts in these rows; the table has ``width`` pages, by default as many as they need."""
+        if width is None:
+            longest = max((len(text.pages) for text in texts if text is not None), default=1)
+            width = next(n for n in self.widths(gathers) if n >= longest)
         return TextRows.of(
             texts, width, self.memory.slots, vocab_size=self.vocab_size, finishes=finishes,
-            has_lengths=self._has_lengths,
+            has_lengths=self._has_lengths, has_masks=self._has_masks,
         )  # fmt: skip
 
-    def widths(self, longest: int | None = None) -> Iterator[int]:
-        """The sizes of tables of pages: few, so that few programs are compiled; up to that of ``longest`` tokens."""
-        width = _LEAST_PAGES
-        yield width
-        while longest is None or width < self.memory.needed(longest):
-            width *= 4
-            yield width
+    def widths(self, gathers: bool = False) -> list[int]:
+        """The sizes of tables of pages: few, so that few programs are compiled.
+
+        Args:
+            gathers: whether a program copies all pages that the table has room for, on any platform. Where a kernel
+                reads the pages of a text alone, one size is enough.
+        """
+        found = [_LEAST_PAGES]
+        while found[-1] < self.memory.needed(self._longest):
+            found.append(4 * found[-1])
+        return found[-1:] if self.is_ragged and not gathers else found
 
     def row_counts(self) -> list[int]:
         """The numbers of texts that a decode step may be for."""

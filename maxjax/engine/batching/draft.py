@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import deque
@@ -205,7 +206,7 @@ class Drafts(Speculation):
         for text, start, count in pieces:
             ids = np.zeros((1, bucket(count, LEAST_TOKENS)), np.int32)
             ids[0, :count] = text.tokens[start : start + count]
-            rows = self._texts([text])._replace(lengths=np.asarray([start], np.int32))
+            rows = self._texts([text], gathers=True)._replace(lengths=np.asarray([start], np.int32))
             self._run(read, rows, ids, np.asarray([count], np.int32))
 
     def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
@@ -214,30 +215,29 @@ class Drafts(Speculation):
         active = row_of(rows, lambda text: True, np.bool_(False))
         return self._run(decode, self._texts(rows), last, active, np.int32(steps), np.int32(0))
 
-    def _texts(self, rows: Sequence[RunningText | None]) -> TextRows:
+    def _texts(self, rows: Sequence[RunningText | None], **table: Any) -> TextRows:
         """The arrays of texts, without what guesses do not depend on."""
-        found, none = self._calls.text_rows(rows), np.zeros(len(rows), bool)
+        found, none = self._calls.text_rows(rows, **table), np.zeros(len(rows), bool)
         settings = found.settings._replace(has_words=none, has_logprobs=none)
         return found._replace(settings=settings, allowed=None, text_lengths=None)
 
-    def compile(self, width: int) -> int:
-        """Compiles the programs for tables of this width; returns their number."""
-        of = self._room
-        blank = lambda rows: self._texts([None] * rows)._replace(
-            table=np.full((rows, width), -1, np.int32)
-        )
-        sizes = token_counts(self._chunk)
-        for size in sizes:
+    def compile(self) -> int:
+        """Compiles all programs; returns their number."""
+        of, sizes = self._room, token_counts(self._chunk)
+        blank = lambda rows, width: self._texts([None] * rows, width=width)
+        widths = self._calls.widths(gathers=not self._reads_tokens)
+        for size, width in itertools.product(sizes, widths):
             none = np.zeros(size, np.int32)
             if self._reads_tokens:
                 ends = np.zeros(of.slots, np.int32)
-                self._run(read_tokens, blank(of.slots), none, none, none - 1, ends)
+                self._run(read_tokens, blank(of.slots, width), none, none, none - 1, ends)
             else:
-                self._run(read, blank(1), none[None], np.zeros(1, np.int32))
-        for rows in self.row_counts:
+                self._run(read, blank(1, width), none[None], np.zeros(1, np.int32))
+        steps = list(itertools.product(self.row_counts, self._calls.widths()))
+        for rows, width in steps:
             none = np.zeros(rows, np.int32)
-            self._run(decode, blank(rows), none, none > 0, np.int32(1), np.int32(0))
-        return len(sizes) + len(self.row_counts)
+            self._run(decode, blank(rows, width), none, none > 0, np.int32(1), np.int32(0))
+        return len(sizes) * len(widths) + len(steps)
 
     def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
         with compiling(program.__name__, self._calls.shows):

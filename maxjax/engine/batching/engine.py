@@ -144,6 +144,7 @@ class Engine:
             cache_dtype=dtype,
             exact=exact,
             logits_processor=logits_processor,
+            has_grammars=tokenizer is not None,
             speculation=speculation,
             draft=draft,
             adapters=Adapters(
@@ -156,7 +157,7 @@ class Engine:
             scheduler.add_adapter(_adapter_name(name), updates_of(model, adapter))
         scheduler.calls.shows = False
         self.slots = scheduler.slots
-        self._longest = min(model.max_length, scheduler.memory.longest or model.max_length)
+        self._longest = scheduler.longest
         self._numbers = itertools.count()  # threads share it: each number is given once
         self._worker = _Worker(scheduler)
         self._worker.thread.start()
@@ -288,7 +289,7 @@ class Engine:
         Returns:
             The number of programs.
         """
-        return self._worker.call(lambda scheduler: compile_programs(scheduler, self._longest))
+        return self._worker.call(compile_programs)
 
     def stats(self) -> EngineStats:
         """What the engine has done and is doing."""

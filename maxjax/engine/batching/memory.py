@@ -119,8 +119,8 @@ class TextMemory:
 
     @property
     def longest(self) -> int | None:
-        """The largest number of tokens of a text for which there are pages; None: any."""
-        return min(pages.count for pages in self._pages) * PAGE_SIZE or None
+        """The largest number of tokens of a text for which there are pages when the pool has grown; None: any."""
+        return self._most * PAGE_SIZE if self.count else None
 
     def needed(self, tokens: int) -> int:
         """The number of pages of so many tokens."""

@@ -58,7 +58,7 @@ class TextRows(NamedTuple):
         finishes: whether the call reads its last token, so that the sampled one is part of its answer, bools.
         text_lengths: the length for which RoPE rotates its keys, int32; None where RoPE does not depend on it.
         settings: how its next token is chosen.
-        allowed: the tokens that may come next, bits as in ``sample_rows``; None where no text has a grammar.
+        allowed: the tokens that may come next, bits as in ``sample_rows``; None where no text may have a grammar.
     """
 
     slots: Any
@@ -74,7 +74,7 @@ class TextRows(NamedTuple):
     @staticmethod
     def of(
         texts: Sequence[RunningText | None], width: int, slots: int, *, vocab_size: int,
-        finishes: Sequence[bool] | None = None, has_lengths: bool = False,
+        finishes: Sequence[bool] | None = None, has_lengths: bool = False, has_masks: bool = False,
     ) -> TextRows:  # fmt: skip
         """The arrays of these texts.
 
@@ -85,6 +85,7 @@ class TextRows(NamedTuple):
             vocab_size: V.
             finishes: of each row, whether the last token of its text is read; False by default.
             has_lengths: whether RoPE depends on the length of a text.
+            has_masks: whether texts may have grammars.
         """
         of = lambda get, rest: row_of(texts, get, rest)
         zero = np.int32(0)
@@ -92,7 +93,7 @@ class TextRows(NamedTuple):
         table = of(lambda text: np.concatenate([text.pages, none[len(text.pages) :]]), none)
         done = np.zeros(len(texts), bool) if finishes is None else np.asarray(finishes, bool)
         allowed = None
-        if any(text is not None and text.matcher is not None for text in texts):
+        if has_masks:
             every = np.full(mask_words(vocab_size), 2**32 - 1, np.uint32)
             allowed = of(
                 lambda text: every if text.matcher is None else text.matcher.allowed(), every

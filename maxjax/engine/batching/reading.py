@@ -105,7 +105,8 @@ def _read_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int] | None])
         if text is not None:
             ids[row, : counts[row]] = text.tokens[text.stored : text.stored + counts[row]]
     pairs = list(zip(texts, counts, strict=True))
-    arrays = calls.text_rows(texts, [text is not None and n == text.unread for text, n in pairs])
+    finishes = [text is not None and n == text.unread for text, n in pairs]
+    arrays = calls.text_rows(texts, finishes, gathers=True)
     again = any(text is not None and text.stored < text.recorded for text in texts)
     sampled = calls.run(
         read, texts, arrays, ids, counts, width=width, counts=lambda _: counts, keeps=not again

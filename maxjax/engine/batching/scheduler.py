@@ -68,6 +68,7 @@ class Scheduler:
         slots: largest number of texts that run at once.
         pages: number of pages of the cache; of each part of it, on a mesh whose devices divide texts among them.
         most_pages: number to which they may grow; None: they do not.
+        longest: largest number of tokens of a text; None: the model's context, or as many as all pages have room for.
         chunk: largest number of prompt tokens that are read between two steps; a power of two.
         cache_dtype: dtype of keys and values; None for the model's.
         tops: number of most probable tokens that are reported where a text wants log-probabilities; None: none does.
@@ -75,6 +76,7 @@ class Scheduler:
         exact: whether a text gets the same bits whatever else runs. Each page of a prompt is then read by itself, each
             step is for all slots, and a text gets all its pages at once, so that it is never put back.
         logits_processor: what logits go through before a token is chosen.
+        has_grammars: whether texts may have grammars.
         has_order: whether texts may have settings about the order of tokens, or rare filters; if so, the programs of
             texts with penalties or biases take longer to compile.
         together: the call that the scheduler belongs to, if several processes make it together.
@@ -87,17 +89,23 @@ class Scheduler:
 
     @isolated()
     def __init__(
-        self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, chunk: int = 512,
-        cache_dtype: Any = None, tops: int | None = MOST_LOGPROBS, draws: bool = True, exact: bool = False,
-        logits_processor: LogitsProcessor | None = None, has_order: bool = True,
+        self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, longest: int | None = None,
+        chunk: int = 512, cache_dtype: Any = None, tops: int | None = MOST_LOGPROBS, draws: bool = True,
+        exact: bool = False,
+        logits_processor: LogitsProcessor | None = None, has_grammars: bool = False, has_order: bool = True,
         together: Lockstep | None = None, dispatch_s: float = 0.1, speculation: str | None = None,
         draft: Any = None, adapters: Adapters | None = None,
     ):  # fmt: skip
         self.adapters = Adapters(model) if adapters is None else adapters
         most = pages if most_pages is None else most_pages
         self.memory = TextMemory(model, slots, pages, most, cache_dtype, exact, has_order)
+        self.longest = longest or model.max_length
+        if self.memory.longest is not None:
+            self.longest = min(self.longest, self.memory.longest)
         how = Choosing(tops, draws, logits_processor)
-        self.calls = Calls(model, self.memory, self.adapters, how, exact, together)
+        self.calls = Calls(
+            model, self.memory, self.adapters, how, exact, has_grammars, self.longest, together
+        )
         self.slots, self.chunk, self._dispatch_s = self.memory.slots, chunk, dispatch_s
         self._ropes = model.config.ropes_by_length
         self.speculation: Lookups | Drafts | None = None

@@ -252,9 +252,8 @@ def sample_rows(
     values = logits.astype(jnp.float32)
     values = adjusted_rows(values, settings, positions, written, words, rows)
     if allowed is not None:
-        bits = jnp.repeat(allowed, 32, axis=1)[:, : values.shape[1]]
-        place = jax.lax.broadcasted_iota(jnp.uint32, values.shape, 1) % 32
-        values = jnp.where((bits >> place) & 1 == 1, values, -jnp.inf)
+        unchanged = lambda values, *_: values
+        values = jax.lax.cond(jnp.any(~allowed != 0), _masked, unchanged, values, allowed)
     top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
     valid = jnp.isfinite(top)[:, 0]
     greedy = first_equal(values, top, columns_of(values))
@@ -356,6 +355,13 @@ def _adjusted(
         found = jax.lax.cond(jnp.any(repeats.are_used), with_repeats, unchanged, found)
     found = jnp.where(jnp.isneginf(bias), -jnp.inf, found)
     return jnp.where(settings.has_words[:, None], found, values)
+
+
+def _masked(values: jax.Array, allowed: jax.Array) -> jax.Array:
+    """The values with -inf for the tokens whose bits are 0."""
+    bits = jnp.repeat(allowed, 32, axis=1)[:, : values.shape[1]]
+    place = jax.lax.broadcasted_iota(jnp.uint32, values.shape, 1) % 32
+    return jnp.where((bits >> place) & 1 == 1, values, -jnp.inf)
 
 
 def _without_ends(values: jax.Array, early: jax.Array, ends: jax.Array) -> jax.Array:

@@ -195,10 +195,10 @@ def test_nothing_is_compiled_after_compile(model):
     each = [programs.read, programs.read_tokens, programs.decode]
     for program in each:
         program.clear_cache()
-    with maxjax.Engine(model, slots=3, chunk=32) as engine:
+    with maxjax.Engine(model, one_character_each(), slots=3, chunk=32) as engine:
         count = engine.compile()
-        # Chunks of 16 and 32 tokens, steps of 1 and 3 texts; with and without counts of words, and a grammar.
-        assert count == sum(program._cache_size() for program in each) == 4 * (2 + 2)
+        # Chunks of 16 and 32 tokens, steps of 1 and 3 texts; with and without counts of words.
+        assert count == sum(program._cache_size() for program in each) == 2 * (2 + 2)
         options = [{"max_new_tokens": 20, **settings} for settings in [*SETTINGS, *RARE]]
         prompts = itertools.cycle(PROMPTS)
         answers = [engine.submit(p, **o) for p, o in zip(prompts, options, strict=False)]
