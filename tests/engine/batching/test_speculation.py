@@ -227,7 +227,7 @@ def test_nothing_is_compiled_after_compile(model, draft, how):
         # Chunks of 16 and 32 tokens, steps of 1 and 3 texts, and 4, 8 and 16 tokens with guesses; the draft has no
         # words and no grammars.
         programs_of_draft = (2 + 2) * ("draft" in how)
-        assert count == 4 * (2 + 2 + 3) + programs_of_draft
+        assert count == 2 * (2 + 2 + 3) + programs_of_draft
         assert count == sum(program._cache_size() for program in each)
         waiting = [
             engine.submit(p, max_new_tokens=40, **o) for p, o in zip(PROMPTS, SETTINGS, strict=True)
