@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 import weakref
@@ -160,6 +161,7 @@ class Engine:
         self._longest = scheduler.longest
         self._numbers = itertools.count()  # threads share it: each number is given once
         self._worker = _Worker(scheduler)
+        _running.add(self._worker)
         self._worker.thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
@@ -329,6 +331,20 @@ class Engine:
             f"Engine({type(self.model).__name__}, {len(of.running)} of {of.slots} slots, {len(of.waiting)} waiting, "
             f"cache {size})"
         )
+
+
+# The engines whose threads run.
+_running: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends all engines before Python does: their threads could not return from JAX later, and would abort."""
+    workers = list(_running)
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.thread.join()
 
 
 class _Worker:

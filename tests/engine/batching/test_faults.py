@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -227,3 +229,20 @@ def test_nan_in_a_page_does_not_stay():
 def test_an_engine_lives_as_long_as_its_answers(tiny):
     """One that nobody has kept."""
     assert maxjax.Engine(*tiny, slots=1).submit(SUM).result(60) == ANSWER
+
+
+AT_EXIT = """
+import atexit, threading
+atexit.register(lambda: print([one.name for one in threading.enumerate()]))  # runs after that of maxjax
+import maxjax
+engine = maxjax.Engine(*maxjax.load("tiny"), slots=2)
+next(iter(engine.submit("What is 37 + 48?", max_new_tokens=500, eos_ids=())))
+"""
+
+
+def test_a_program_that_ends_without_closing_it():
+    """Its thread has ended before Python does: a thread that returns from JAX later would abort the process."""
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines()[-1] == "['MainThread']"
