@@ -19,6 +19,7 @@ import numpy as np
 
 import maxjax
 from maxjax import checkpoint
+from maxjax.engine.batching.calls import Calls
 from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.errors import PeerLostError
 from maxjax.graph.weights.gathering import Gathering
@@ -216,7 +217,7 @@ def die_generating(tell: Tell) -> None:
     model, tokenizer = maxjax.load("tiny", mesh=_mesh(_settings()["axes"]))
     call = lambda: maxjax.generate(model, tokenizer, PROMPTS, max_new_tokens=60, eos_ids=())
     call()
-    _dying(tell, Scheduler, "_run", 3, call)
+    _dying(tell, Calls, "run", 3, call)
 
 
 def die_streaming(tell: Tell) -> None:
