@@ -1,14 +1,15 @@
-"""Many prompts: tokens a second of maxjax.Engine over those of llama-server and of transformers' generate_batch.
+"""Many prompts: tokens a second of maxjax.Engine over those of transformers' generate_batch and of llama-server.
 
-    python scripts/bench_engine_peers.py --server path/to/llama-server     # 256 prompts, 32 slots, 135 M, BF16
-    python scripts/bench_engine_peers.py --quick                           # a tiny model; transformers only
+    python scripts/bench_engine_peers.py                                   # transformers; a random Llama of 135 M
+    python scripts/bench_engine_peers.py --server llama-server --model MODEL.gguf
+    python scripts/bench_engine_peers.py --quick                           # a tiny model and few prompts
 
-All get the same random Llama, the same prompts, as many slots and threads, and the lengths of bench_engine.txt, which
-they are not told beforehand. They choose the most probable token, and no token ends an answer. They run in turns;
-printed are the ratios of each pair and their median.
+Both get the same weights, the same prompts, as many slots and threads, and the lengths of bench_engine.txt, which they
+are not told beforehand. They choose the most probable token, and no token ends an answer. They run in turns; printed
+are the ratio of each pair and the median.
 
-llama-server is built from the source that the sdist of llama-cpp-python has (vendor/llama.cpp); its path is that of
---server or of the variable LLAMA_SERVER. Neither it nor transformers is needed: what is missing is not compared.
+llama-server is built from the source that the sdist of llama-cpp-python has (vendor/llama.cpp). It needs a GGUF file
+with a tokenizer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from bench_engine import lengths
 from peers import installed
 
 import maxjax
-from maxjax import checkpoint
 
 Work = list[tuple[list[int], int]]
 Run = Callable[[Work], int]  # returns the number of tokens of the answers
@@ -149,38 +149,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--type", default="BF16", choices=("F32", "BF16", "Q8_0"))
-    parser.add_argument("--server", default=os.environ.get("LLAMA_SERVER"))
+    parser.add_argument("--type", default="BF16", choices=("F32", "BF16"), help="of a random Llama")
+    parser.add_argument("--server", help="llama-server; with --model")
+    parser.add_argument("--model", type=Path, help="a GGUF file")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts")
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.slots, options.pairs = 12, 4, 1
+    if (options.server is None) != (options.model is None):
+        parser.error("--server and --model go together")
     size = random_llama.SIZES["tiny" if options.quick else "135m"]
     rng, sizes = np.random.default_rng(0), lengths(options.prompts)
     work = [(rng.integers(0, size.vocab, prompt).tolist(), answer) for prompt, answer in sizes]
-    longest = max(prompt + answer for prompt, answer in sizes)
-    with tempfile.TemporaryDirectory() as place:
-        stored = "F16" if options.type == "Q8_0" else options.type
-        folder = random_llama.write_hf(Path(place) / "hf", size, stored)
-        gguf = random_llama.write_gguf(Path(place) / "model.gguf", size, stored)
-        if options.type == "Q8_0":
-            checkpoint.convert(gguf, packed := Path(place) / "q8.gguf", quantize="Q8_0")
-            gguf = packed
-        with engine(gguf if options.type == "Q8_0" else folder, options.slots) as ours:
-            if options.server:
-                with llama_server(gguf, options.slots, options.server, longest) as theirs:
-                    compare("llama-server", ours, theirs, work, options.pairs)
-            else:
-                print("without llama-server: --server or LLAMA_SERVER names it")
-            if options.type != "Q8_0" and installed("torch", "transformers"):
-                with generate_batch(folder, options.slots) as theirs:
-                    # It is so much slower that a few prompts tell enough.
-                    compare(
-                        "generate_batch", ours, theirs, work[: options.prompts // 4], options.pairs
-                    )
+    if options.server:
+        longest = max(prompt + answer for prompt, answer in sizes)
+        with (
+            engine(options.model, options.slots) as ours,
+            llama_server(options.model, options.slots, options.server, longest) as theirs,
+        ):
+            compare("llama-server", ours, theirs, work, options.pairs)
+    elif installed("torch", "transformers"):
+        with tempfile.TemporaryDirectory() as place:
+            folder = random_llama.write_hf(Path(place) / "hf", size, options.type)
+            with (
+                engine(folder, options.slots) as ours,
+                generate_batch(folder, options.slots) as theirs,
+            ):
+                compare("generate_batch", ours, theirs, work, options.pairs)
 
 
 if __name__ == "__main__":
