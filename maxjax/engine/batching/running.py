@@ -2,17 +2,22 @@
 
     WAITING ──▶ READING ──▶ WRITING ──▶ ENDED
 
-* **WAITING**: in the queue, without memory. The scheduler gives it a slot and pages; pages that have the first tokens
-  of its prompt already are shared, and these tokens are not read again.
-* **READING**: the model reads its tokens piece by piece. The last piece gives the first token of the answer.
-* **WRITING**: each step reads the last token and gives another one, which :meth:`RunningText.receive` adds. Their text
-  is made afterwards (:meth:`RunningText.pieces`), while the devices go on: by the scheduler, or by who reads a stream.
+* **WAITING**: in the queue, without memory. The scheduler gives it a slot and pages. Pages that hold the first tokens
+  of its prompt already are shared, and these tokens are not read again (``pages.py``).
+* **READING** (prefill): the model reads its tokens piece by piece. The last piece gives the first token of the answer.
+* **WRITING** (decoding): each step reads the last token and gives the next one. A *dispatch* is a call of a program for
+  some steps of many texts, one in each row; :meth:`RunningText.receive` adds its tokens. Text is made of them
+  afterwards (:meth:`RunningText.pieces`), while the devices go on: by the scheduler, or by the reader of a stream.
 * **ENDED**: by an end-of-text token, a stop string, the end of a grammar, its limit or a cancel; or with an error: its
-  logits are not finite, its grammar has failed, or the engine was closed. The scheduler then takes slot and pages.
+  logits are not finite, no token is allowed, its grammar or its adapter has failed, or the engine was closed. The
+  scheduler then takes slot and pages.
 
-From READING and WRITING a text goes back to WAITING (preemption) if a more urgent one needs its pages, or if it has
-outgrown the RoPE of its keys. It keeps its tokens, and they are read again. A text that goes on where an ended one was,
-as a turn of a conversation does, gets the other one's slot and pages.
+A text that is WRITING goes back to WAITING (preemption) when pages run out and its ``priority`` is the largest, or when
+it has outgrown the length for which RoPE rotates its keys. It keeps its tokens; those whose pages are lost are read
+again. A turn of a conversation goes on with the slot and the pages of the turn before.
+
+How the next token is chosen goes to the devices with each call, as arrays (``TextRows``): settings, the mask of a
+grammar, the place of an adapter.
 """
 
 from __future__ import annotations
