@@ -18,7 +18,7 @@ from ..models.weights import model_facts, shardings_of
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..text.tokenizer.tokenizer import Tokenizer
 from .isolation import isolated
-from .token_losses import Row, check_scores, row_losses
+from .token_losses import TextTokens, check_scores, row_losses
 
 # The default context: that of llama.cpp's llama-perplexity.
 _CONTEXT = 512
@@ -207,10 +207,10 @@ def windows(length: int, context: int, stride: int) -> list[Window]:
     return found
 
 
-def _row(ids: np.ndarray, window: Window, start: int | None) -> Row:
+def _row(ids: np.ndarray, window: Window, start: int | None) -> TextTokens:
     """The tokens of a window, which begins with ``start`` if there is one, and the token after each."""
     begin, _, end = window
-    found = Row(ids[begin:end].copy(), np.append(ids[begin + 1 : end], 0))
+    found = TextTokens(ids[begin:end].copy(), np.append(ids[begin + 1 : end], 0))
     if start is not None:
         found.ids[0] = start
     return found

@@ -18,7 +18,7 @@ from .generate.batch import bucket
 from .generate.completion import TokenLogprob
 from .generate.request import encoded, listed, prompt_ids
 from .isolation import isolated
-from .token_losses import Row, TokenLosses, check_scores, row_losses
+from .token_losses import TextTokens, TokenLosses, check_scores, row_losses
 
 _LEAST_WIDTH = 16
 
@@ -132,7 +132,7 @@ def _score(
     batch_size = checked_integer("batch_size", batch_size)
     single, several = listed(prompts)
     given, counts = _paired(several, continuations, single)
-    reader = _Reader(tokenizer, model.config.vocab_size, model.max_length)
+    reader = _PromptReader(tokenizer, model.config.vocab_size, model.max_length)
     texts = [reader.read(prompt, rest, which) for prompt, rest, which in given]
     if together.is_shared:
         together.agree(
@@ -141,7 +141,9 @@ def _score(
         )  # fmt: skip
     # Texts of similar length share a batch: less of it is padding.
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
-    rows = [Row(np.asarray(t.ids[:-1], np.int32), np.asarray(t.ids[1:], np.int32)) for t in texts]
+    rows = [
+        TextTokens(np.asarray(t.ids[:-1], np.int32), np.asarray(t.ids[1:], np.int32)) for t in texts
+    ]
     longest = model.max_length
     found = row_losses(
         model, rows, order, batch_size=min(batch_size, bucket(len(rows))), tops=tops, together=together,
@@ -186,7 +188,7 @@ def _nested(scores: list[Score], counts: Sequence[int | None], single: bool) -> 
     return each[0] if single else each
 
 
-class _Reader:
+class _PromptReader:
     """Encodes texts, and checks token ids."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, longest: int):

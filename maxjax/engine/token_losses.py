@@ -31,7 +31,7 @@ from .sampling.draw import largest
 _LOGITS = 64 << 20
 
 
-class Row(NamedTuple):
+class TextTokens(NamedTuple):
     """A text: its token ids, int32 ``[T]``, and the token after each."""
 
     ids: np.ndarray
@@ -54,7 +54,7 @@ class TokenLosses(NamedTuple):
 
 
 def row_losses(
-    model: Any, rows: Sequence[Row], order: Sequence[int], *, batch_size: int, width_of: Callable[[int], int],
+    model: Any, rows: Sequence[TextTokens], order: Sequence[int], *, batch_size: int, width_of: Callable[[int], int],
     together: Lockstep, name: str, title: str, unit: str, tops: int = 0,
 ) -> list[tuple[int, TokenLosses]]:  # fmt: skip
     """Computes what is known of the targets of each row.
@@ -128,7 +128,7 @@ class _Batch(NamedTuple):
     counts: Any
 
 
-def _batch(part: Sequence[Row], count: int, width: int) -> _Batch:
+def _batch(part: Sequence[TextTokens], count: int, width: int) -> _Batch:
     """Arrays of ``count`` rows; rows beyond the texts hold one token of padding."""
     ids, targets = np.zeros((count, width), np.int32), np.zeros((count, width), np.int32)
     counts = np.ones(count, np.int32)

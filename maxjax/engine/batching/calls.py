@@ -53,7 +53,7 @@ class Calls:
         # Elsewhere a token of a ragged call would read a copy of all pages of its text.
         self.is_ragged = (
             platform_of(mesh_of(where) or where[0]) == "cpu"
-            and memory.is_whole
+            and memory.has_whole_pages
             and not memory.is_recurrent
         )
 

@@ -36,7 +36,7 @@ from .programs import (
     token_counts,
 )
 from .running import RunningText
-from .speculation import Guesses, Plan, Rates, Speculation, chain, most_guesses
+from .speculation import GuessCounts, Guesses, Rates, Speculation, chain, most_guesses
 
 _MOST_GUESSES = 7
 # The rate of guesses that is assumed at first.
@@ -113,7 +113,7 @@ class Drafts(Speculation):
     def extra_time(self, count: int, rows: int) -> float:
         return (count + 1) * statistics.median_low([self._size, *self._step_times])
 
-    def plan(self, texts: Sequence[RunningText]) -> Plan | None:
+    def plan(self, texts: Sequence[RunningText]) -> GuessCounts | None:
         if self.done - self._last > _AGAIN:
             self._rates.clear()  # the texts may go on with what is easier to guess
             self._step_times.clear()
@@ -122,7 +122,7 @@ class Drafts(Speculation):
             self._last = self.done
         return found
 
-    def guesses(self, plan: Plan, texts: Sequence[RunningText]) -> Guesses:
+    def guesses(self, plan: GuessCounts, texts: Sequence[RunningText]) -> Guesses:
         texts = [text for text in texts if text in plan.counts]
         if not texts:
             return Guesses(plan.shape, {})

@@ -236,7 +236,8 @@ class Engine:
         number = next(self._numbers)
         text = running_text(
             request, read, key, number if key is None else 0, number=number, matcher=matcher, priority=priority,
-            salt=(salt or "").encode("utf-8", "surrogatepass"), adapter=adapter, told=answer.take, ended=answer.finish,
+            salt=(salt or "").encode("utf-8", "surrogatepass"), adapter=adapter,
+            on_text=answer.take, on_end=answer.finish,
         )  # fmt: skip
         answer.begin(text, self)
         self._worker.add(text)

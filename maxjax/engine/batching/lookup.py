@@ -11,7 +11,7 @@ import numpy as np
 
 from ..generate.programs import MAX_STEPS
 from .running import RunningText
-from .speculation import Guesses, Plan, Rates, Speculation, chain, most_guesses
+from .speculation import GuessCounts, Guesses, Rates, Speculation, chain, most_guesses
 
 # The lengths of equal parts of a text that count as different kinds of guesses, and how many earlier places are
 # compared to find the longest.
@@ -120,7 +120,7 @@ class Lookups(Speculation):
         kinds = range(lookup.equal, lookup.equal + most)
         return chain([rates.of(min(kind, _MOST_EQUAL)) for kind in kinds])
 
-    def guesses(self, plan: Plan, texts: Sequence[RunningText]) -> Guesses:
+    def guesses(self, plan: GuessCounts, texts: Sequence[RunningText]) -> Guesses:
         tokens = {t: self._of[t][0].guesses(n) for t, n in plan.counts.items() if t in texts}
         return Guesses(plan.shape, tokens)
 

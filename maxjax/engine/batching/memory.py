@@ -53,7 +53,7 @@ class TextMemory:
         cache_dtype: dtype of keys and values; None for the model's.
         shardings: shardings of the pool's arrays; None without a mesh.
         is_recurrent: whether a text has a state that cannot be shared or taken back.
-        is_whole: whether each device has whole pages.
+        has_whole_pages: whether each device has whole pages.
         hits: number of tokens that were found instead of read.
     """
 
@@ -70,7 +70,9 @@ class TextMemory:
         self.arrays = EngineMemory(pool, None)
         kinds = [group.kind for group in model._groups.values()]
         self.is_recurrent = any(isinstance(kind, States) for kind in kinds)
-        self.is_whole = all(getattr(state, "parts", 1) == 1 for state in pool.states.values())
+        self.has_whole_pages = all(
+            getattr(state, "parts", 1) == 1 for state in pool.states.values()
+        )
         where = [leaf.sharding for leaf in jax.tree.leaves(pool)]
         self.shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
         each, rows = pool.pages // self.groups, slots // self.groups

@@ -259,14 +259,14 @@ class _Decoding(NamedTuple):
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def decode(
     model: Any, memory: EngineMemory, texts: TextRows, last: jax.Array, active: jax.Array, steps: jax.Array,
-    least: jax.Array, *, how: Choosing, shardings: Shardings = None, patches: Any = (),
+    min_active: jax.Array, *, how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
-    """Generates token by token: at most ``steps``, and only while more than ``least`` texts go on.
+    """Generates token by token: at most ``steps``, and only while more than ``min_active`` texts go on.
 
     Args:
         last: the last token of each text, which the model has not read, int32 ``[B]``.
         active: which texts go on, bools ``[B]``.
-        steps, least: int32 scalars.
+        steps, min_active: int32 scalars.
 
     Returns:
         The memory and the DispatchTokens; and what captures of the model have recorded, whose first axis is the
@@ -287,7 +287,7 @@ def decode(
         )
 
     def more(state: _Decoding) -> jax.Array:
-        return (state.step < steps) & (jnp.sum(state.active.astype(jnp.int32)) > least)
+        return (state.step < steps) & (jnp.sum(state.active.astype(jnp.int32)) > min_active)
 
     def step(state: _Decoding) -> _Decoding:
         i, active = state.step, state.active

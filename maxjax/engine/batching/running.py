@@ -70,8 +70,8 @@ class RunningText:
         priority: texts with a smaller number are started first.
         salt: only texts with an equal salt share pages.
         adapter: the name of its adapter; None for none.
-        told: function that is called with each piece of text.
-        ended: function that is called with this object when it has ended.
+        on_text: function that is called with each piece of text.
+        on_end: function that is called with this object when it has ended.
         is_lazy: whether somebody else than the scheduler makes its :meth:`pieces`. It then keeps slot and pages when it
             has ended.
         after: a lazy text that has ended, whose slot and pages this one takes over; tokens with which both begin are
@@ -85,7 +85,7 @@ class RunningText:
         slot, pages: what it has of the engine's memory.
         keys: what its prompt's pages are known by; None until the scheduler has computed them.
         is_cancelled: whether it is to end as it is.
-        is_whole: whether the last of its tokens is there, whose text may still have to be made.
+        has_last_token: whether the last of its tokens is there, whose text may still have to be made.
         received: tokens whose text has not been made: dispatches, and the text's row in each.
         text_length: the length for which RoPE rotates its keys, and the largest length for which it stays that.
         loaded: its adapter, once it is in the queue.
@@ -96,8 +96,8 @@ class RunningText:
         self, partial: PartialCompletion, prompt: list[int], limit: int, settings: RowSettings, *,
         bias: np.ndarray | None = None, sequences: Sequences | None = None, matcher: Matcher | None = None,
         number: int = 0, priority: int = 0, salt: bytes = b"", adapter: str | None = None,
-        told: Callable[[str], None] = lambda piece: None,
-        ended: Callable[[RunningText], None] = lambda text: None, is_lazy: bool = False,
+        on_text: Callable[[str], None] = lambda piece: None,
+        on_end: Callable[[RunningText], None] = lambda text: None, is_lazy: bool = False,
         after: RunningText | None = None,
     ):  # fmt: skip
         self.partial, self.limit, self.settings, self.bias = partial, limit, settings, bias
@@ -106,7 +106,7 @@ class RunningText:
         self.number, self.priority, self.salt, self.matcher = number, priority, salt, matcher
         self.adapter = adapter
         self.loaded: LoadedAdapter | None = None
-        self._told, self._ended = told, ended
+        self._on_text, self._on_end = on_text, on_end
         self.stage = Stage.WAITING
         self.error: BaseException | None = None
         self.stored = self.recorded = 0
@@ -115,7 +115,7 @@ class RunningText:
         self.keys: list[Key] | None = None
         self.text_length: tuple[int, int] = (0, 0)
         self.is_lazy, self.after = is_lazy, after
-        self.is_cancelled = self.is_whole = False
+        self.is_cancelled = self.has_last_token = False
         self.received: deque[tuple[DispatchTokens, int]] = deque()
         self._ends = frozenset(settings.ends.tolist())
 
@@ -135,7 +135,7 @@ class RunningText:
         count, is_bad = int(found.counts[row]), bool(found.bad[row])
         new = found.tokens[row, : count - is_bad].tolist()
         self.tokens += new
-        self.is_whole = (
+        self.has_last_token = (
             is_bad or not self._ends.isdisjoint(new[-1:]) or len(self.tokens) >= self.limit
         )
         self.received.append((found, row))
@@ -143,7 +143,7 @@ class RunningText:
     def take(self) -> None:
         """Tells the pieces of the tokens that it has received; it may end with one of them."""
         for piece in self.pieces():
-            self._told(piece)
+            self._on_text(piece)
 
     def pieces(self) -> Iterator[str]:
         """The text of the received tokens, lazily: a token is added to the answer when its piece is asked for."""
@@ -156,7 +156,7 @@ class RunningText:
                 self._match(partial.tokens[before:])
             if found.bad[row] and not partial.done:
                 self.end(self._nothing_chosen())
-            elif partial.done or (self.is_whole and not self.received):
+            elif partial.done or (self.has_last_token and not self.received):
                 self.end()
 
     def _nothing_chosen(self) -> Exception:
@@ -194,8 +194,8 @@ class RunningText:
             return
         self.stage, self.error = Stage.ENDED, error
         if error is None and (rest := self.partial.flush()):
-            self._told(rest)
-        self._ended(self)
+            self._on_text(rest)
+        self._on_end(self)
 
     def wait_again(self) -> None:
         """Goes back to the queue, after the scheduler has taken its slot and pages."""
@@ -204,7 +204,7 @@ class RunningText:
 
 @isolated()
 def running_text(
-    request: Request, prompt: Prompt, key: Any, text: int, **options: Any
+    request: Request, prompt: Prompt, key: Any, index: int, **options: Any
 ) -> RunningText:
     """The text of a request that is checked.
 
@@ -212,18 +212,18 @@ def running_text(
         request: the settings.
         prompt: what the model reads.
         key: random key; None for ``jax.random.key(0)``.
-        text: number of the text among those with this key.
+        index: number of the text among those with this key.
         options: further arguments of ``RunningText``.
     """
     sampling, size = request.sampling, request.model.config.vocab_size
-    words = np.zeros(2, np.uint32)
+    key_words = np.zeros(2, np.uint32)
     if not sampling.is_greedy and key is not None:
         checked = checked_key(key)
         typed = jnp.issubdtype(checked.dtype, jax.dtypes.prng_key)
-        words = np.asarray(jax.random.key_data(checked) if typed else checked)[..., :2]
+        key_words = np.asarray(jax.random.key_data(checked) if typed else checked)[..., :2]
     ends = np.asarray(request.eos_ids, np.int32)
     sequences = sequences_of(sampling, size) if sampling.needs_order else None
-    settings = RowSettings.of(sampling, words, text, ends, size)
+    settings = RowSettings.of(sampling, key_words, index, ends, size)
     return RunningText(
         request.partial_completion(prompt),
         prompt.ids,

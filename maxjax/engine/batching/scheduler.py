@@ -34,9 +34,8 @@ from .programs import (
 )
 from .reading import read_prompts
 from .running import RunningText, Stage
-from .speculation import Guesses, Plan, accepted, rows_of, verify
+from .speculation import GuessCounts, Guesses, accepted, rows_of, verify
 
-_LEAST_PAGES = 8
 # While prompts wait to be read, so many tokens are written between two pieces of them.
 _STEPS_BETWEEN = 4
 
@@ -118,7 +117,7 @@ class Scheduler:
         self.has_cancelled = False  # whether a text has been cancelled since the last step
         self.running: list[RunningText] = []  # in the order in which they got a slot
         self._most_steps = 1  # in a dispatch
-        self._coming: _Dispatch | None = None
+        self._in_flight: _Dispatch | None = None
         # Numbers of decode steps, of tokens written in them, of all tokens written and of prompt tokens read.
         self.steps = self.busy_rows = self.written = self.read_count = 0
 
@@ -165,9 +164,9 @@ class Scheduler:
     @isolated()
     def write(self) -> None:
         """Lets the texts that have been read write some tokens."""
-        if self._coming is None:
+        if self._in_flight is None:
             self._dispatch()
-        if self._coming is None:
+        if self._in_flight is None:
             return
         texts = self._receive()
         if self._may_go_ahead():
@@ -181,7 +180,7 @@ class Scheduler:
         """Frees the memory on the devices, and forgets all texts."""
         for text in self.running:
             self._end_recording(text)
-        self.waiting, self.running, self._coming = [], [], None
+        self.waiting, self.running, self._in_flight = [], [], None
         self.memory.close()
         if isinstance(self.speculation, Drafts):
             self.speculation.close()
@@ -294,7 +293,9 @@ class Scheduler:
     # --- writing
 
     def _writing(self) -> list[RunningText]:
-        return [text for text in self.running if text.stage is Stage.WRITING and not text.is_whole]
+        return [
+            text for text in self.running if text.stage is Stage.WRITING and not text.has_last_token
+        ]
 
     def _may_go_ahead(self) -> bool:
         """Whether the next steps do not depend on the text of the last tokens, nor on what waits."""
@@ -328,15 +329,15 @@ class Scheduler:
             steps = min(steps, *(text.text_length[1] - text.stored for text in texts))
         rows, began, compiled = self.calls.placed(texts), time.perf_counter(), _compiled()
         written = self._decode(rows, steps)
-        self._coming = _Dispatch(rows, written, steps, began, None, _compiled() > compiled)
+        self._in_flight = _Dispatch(rows, written, steps, began, None, _compiled() > compiled)
 
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> GuessCounts | None:
         """The guesses that the next step has room for; None if none are made."""
         if self.speculation is None or self.calls.observer.is_observed:
             return None
         return self.speculation.plan(self._writing())
 
-    def _dispatch_guesses(self, plan: Plan) -> None:
+    def _dispatch_guesses(self, plan: GuessCounts) -> None:
         """Begins a step that reads the last token of each text and the guesses for those after it."""
         assert self.speculation is not None
         texts = self._with_room(1 + plan.most)
@@ -348,18 +349,18 @@ class Scheduler:
         args, arrays = rows_of(texts, guesses), self.calls.text_rows(rows)
         found = self.calls.run(verify, rows, arrays, *args, width=None, rows=(args[1], args[1]))
         found = self._reported(found, texts)
-        self._coming = _Dispatch(rows, found, 1, began, guesses, _compiled() > compiled)
+        self._in_flight = _Dispatch(rows, found, 1, began, guesses, _compiled() > compiled)
 
     @isolated()
     def receive(self) -> None:
         """Waits for the steps that have begun, if there are any."""
-        if self._coming is not None:
+        if self._in_flight is not None:
             self._receive()
 
     def _receive(self) -> list[RunningText]:
         """Waits for the steps that have begun, and gives the texts their tokens; returns the texts."""
-        assert self._coming is not None
-        (rows, written, steps, began, guesses, is_new), self._coming = self._coming, None
+        assert self._in_flight is not None
+        (rows, written, steps, began, guesses, is_new), self._in_flight = self._in_flight, None
         texts = [text for text in rows if text is not None]
         waits = not any(text.is_lazy for text in texts) or not written.tokens.is_ready()
         found = self.calls.together.fetch(written)
@@ -406,9 +407,9 @@ class Scheduler:
         """Begins so many decode steps; fewer if texts end for which others wait."""
         active = row_of(texts, lambda text: True, np.bool_(False))
         # A step with a few idle rows is cheaper than a call for each prompt.
-        least = int(active.sum()) - max(1, self.slots // 32) if self.waiting else 0
+        min_active = int(active.sum()) - max(1, self.slots // 32) if self.waiting else 0
         last = row_of(texts, lambda text: text.tokens[-1], np.int32(0))
-        args = (last, active, np.int32(steps), np.int32(max(least, 0)))
+        args = (last, active, np.int32(steps), np.int32(max(min_active, 0)))
         written = self.calls.run(
             decode,
             texts,

@@ -112,7 +112,7 @@ class Rates:
         return (right + _PRIOR * before) / (every + _PRIOR)
 
 
-class Plan(NamedTuple):
+class GuessCounts(NamedTuple):
     """A call of ``verify``: its R and T, and the number of guesses for each text that has some."""
 
     shape: tuple[int, int]
@@ -169,7 +169,7 @@ class Speculation(abc.ABC):
         """The chances that a text's next guesses are right, up to each of them."""
 
     @abc.abstractmethod
-    def guesses(self, plan: Plan, texts: Sequence[RunningText]) -> Guesses:
+    def guesses(self, plan: GuessCounts, texts: Sequence[RunningText]) -> Guesses:
         """The guesses for texts, which have pages for them."""
 
     def steps(self, most: int) -> int:
@@ -180,14 +180,14 @@ class Speculation(abc.ABC):
         """The time in which so many guesses for each of ``rows`` texts are made, over that of a plain step."""
         return 0.0
 
-    def plan(self, texts: Sequence[RunningText]) -> Plan | None:
+    def plan(self, texts: Sequence[RunningText]) -> GuessCounts | None:
         """The next call; None if one without guesses is better."""
         rows, exact = len(texts), self.shapes[0]
         if not rows:
             return None
         chains = {text: found for text in texts if (found := self.chances(text))}
         if self._is_exact:
-            return Plan(exact, {t: min(len(c), EXACT_TOKENS - 1) for t, c in chains.items()})
+            return GuessCounts(exact, {t: min(len(c), EXACT_TOKENS - 1) for t, c in chains.items()})
         if not chains or self.plain_seconds(rows) is None:
             return None
         best, found = _LEAST_GAIN * rows, None
@@ -197,7 +197,7 @@ class Speculation(abc.ABC):
             gain = sum(sum(chains[text][:count]) for text, count in counts.items())
             time = self._time_of(shape, rows) + self.extra_time(max(counts.values()), rows)
             if (rows + gain) / time > best:
-                best, found = (rows + gain) / time, Plan(shape, counts)
+                best, found = (rows + gain) / time, GuessCounts(shape, counts)
         return found
 
     def learn(

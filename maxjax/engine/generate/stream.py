@@ -98,7 +98,7 @@ class Stream(Iterator[str]):
         ended: Callable[[RunningText, bool], None] | None = None, after: RunningText | None = None,
     ):  # fmt: skip
         told: deque[str] = deque()
-        text = running_text(request, prompt, key, 0, told=told.append, is_lazy=True, after=after)
+        text = running_text(request, prompt, key, 0, on_text=told.append, is_lazy=True, after=after)
         self._partial = text.partial
         # The generator does not refer to this object, so that dropping a stream frees its cache.
         self._pieces = _pieces(scheduler, text, told, ended)

@@ -244,7 +244,7 @@ def _as_slots_are_free(
     ended: list[RunningText] = []
     try:
         for i, prompt in enumerate(read):
-            scheduler.add(running_text(request, prompt, key, i, number=i, ended=ended.append))
+            scheduler.add(running_text(request, prompt, key, i, number=i, on_end=ended.append))
         while scheduler.is_busy:
             scheduler.step()
             for text in ended:

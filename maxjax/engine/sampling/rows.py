@@ -103,7 +103,7 @@ def _others(sampling: Sampling) -> np.ndarray:
     return np.asarray([*filters, *Repeats.of(sampling)], np.float32)
 
 
-class Order(NamedTuple):
+class TokenOrder(NamedTuple):
     """What settings about the order of tokens need. A pytree.
 
     Attributes:
@@ -130,7 +130,7 @@ class Words(NamedTuple):
     prompt: Any
     counts: Any
     bias: Any
-    order: Order | None
+    order: TokenOrder | None
 
     @staticmethod
     def empty(rows: int, vocab_size: int, longest: int | None = None) -> Words:
@@ -143,7 +143,7 @@ class Words(NamedTuple):
         shape, order = (rows, vocab_size), None
         if longest is not None:
             none = jax.tree.map(lambda a: jnp.stack([a] * rows), Sequences.of([], [], vocab_size))
-            order = Order(jnp.zeros((rows, longest), jnp.int32), none)
+            order = TokenOrder(jnp.zeros((rows, longest), jnp.int32), none)
         return Words(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32), jnp.zeros(shape), order)
 
     @staticmethod
@@ -157,7 +157,7 @@ class Words(NamedTuple):
         if longest is not None:
             text = np.zeros(longest, np.int32)
             text[: len(prompt) + len(answer)] = [*prompt, *answer]
-            order = Order(text, sequences or Sequences.of([], [], vocab_size))
+            order = TokenOrder(text, sequences or Sequences.of([], [], vocab_size))
         return Words(count(prompt) > 0, count(answer).astype(np.int32), bias, order)
 
     def added(
@@ -179,7 +179,7 @@ class Words(NamedTuple):
         text, sequences = self.order
         pad = np.pad if isinstance(text, np.ndarray) else jnp.pad
         text = pad(text, [*[(0, 0)] * (text.ndim - 1), (0, longest - text.shape[-1])])
-        return self._replace(order=Order(text, sequences.resized(count, length)))
+        return self._replace(order=TokenOrder(text, sequences.resized(count, length)))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -336,7 +336,7 @@ def _adjusted(
     else:
         order, repeats = words.order, settings.repeats
 
-        def of_rows() -> Order:
+        def of_rows() -> TokenOrder:
             return jax.tree.map(lambda a: jnp.take(a, rows, axis=0, mode="clip"), order)
 
         def with_biases(values: jax.Array) -> jax.Array:

@@ -284,7 +284,7 @@ def test_an_adapter_that_is_removed_before_its_text_is_in_the_queue(model):
     request = Request(model, None, 3, None, (), None, {})
     gone, other = (
         running_text(
-            request, Prompt([1, 2], None, False), None, 0, adapter=name, ended=ended.append
+            request, Prompt([1, 2], None, False), None, 0, adapter=name, on_end=ended.append
         )
         for name in ("gone", None)
     )
