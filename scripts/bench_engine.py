@@ -201,11 +201,11 @@ def adapters(model: Any, options: argparse.Namespace) -> None:
     print(f"adapters   tokens a second, four over none: {statistics.median(ratios):.2f}")
 
 
-def compile_short(scheduler: Scheduler) -> None:
-    """Compiles the programs for texts of 8 pages, without penalties and grammars."""
-    _compile(scheduler, 8, None, False)
+def compile_plain(scheduler: Scheduler) -> None:
+    """Compiles the programs for texts without penalties and biases."""
+    _compile(scheduler, False)
     if isinstance(scheduler.speculation, Drafts):
-        scheduler.speculation.compile(8)
+        scheduler.speculation.compile()
 
 
 def speculation(model: Any, options: argparse.Namespace) -> None:
@@ -241,7 +241,7 @@ def speculation(model: Any, options: argparse.Namespace) -> None:
         if name != "draft" or draft is not None
     }
     for engine in engines.values():
-        engine._worker.call(compile_short)
+        engine._worker.call(compile_plain)
     for job, (prompt, settings) in jobs.items():
         rates: dict[str, list[float]] = {name: [] for name in engines}
         found, before = {}, {name: engine.stats() for name, engine in engines.items()}
