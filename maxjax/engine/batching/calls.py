@@ -19,6 +19,8 @@ from .programs import Choosing, TextRows, row_of
 from .running import RunningText
 
 _LEAST_PAGES = 8
+# Tables with room for so many pages take no time to speak of: 131,072 tokens.
+_ENOUGH_PAGES = 2048
 
 
 class Calls:
@@ -92,12 +94,14 @@ class Calls:
 
         Args:
             gathers: whether a program copies all pages that the table has room for, on any platform. Where a kernel
-                reads the pages of a text alone, one size is enough.
+                reads the pages of a text alone, the longest texts decide on one size.
         """
         found = [_LEAST_PAGES]
         while found[-1] < self.memory.needed(self._longest):
             found.append(4 * found[-1])
-        return found[-1:] if self.is_ragged and not gathers else found
+        if not self.is_ragged or gathers:
+            return found
+        return [width for width in found if width >= min(found[-1], _ENOUGH_PAGES)]
 
     def row_counts(self) -> list[int]:
         """The numbers of texts that a decode step may be for."""

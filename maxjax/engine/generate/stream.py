@@ -51,7 +51,7 @@ def scheduler_for(
         request.model,
         slots,
         pages(min(limit, length + _FIRST_NEW_TOKENS) for limit, length in limits),
-        longest=longest or limits[-1][0],
+        longest=longest or max((limit for limit, _ in limits), default=None),
         most_pages=pages([longest] if longest else (limit for limit, _ in limits)),
         chunk=check_chunk(chunk),
         cache_dtype=None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype),
