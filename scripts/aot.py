@@ -74,6 +74,7 @@ from maxjax.engine.batching.programs import (  # noqa: E402
     decode,
 )
 from maxjax.engine.batching.scheduler import PAGE_SIZE  # noqa: E402
+from maxjax.engine.generate.programs import shardings_on_mesh  # noqa: E402
 from maxjax.engine.plan.compiled import (  # noqa: E402
     abstract_state,
     lowered,
@@ -82,8 +83,7 @@ from maxjax.engine.plan.compiled import (  # noqa: E402
 )
 from maxjax.engine.plan.footprint import Reading  # noqa: E402
 from maxjax.engine.plan.topology import Topology  # noqa: E402
-from maxjax.engine.sampling.rows import MOST_LOGPROBS, RowSettings  # noqa: E402
-from maxjax.engine.sampling.settings import GREEDY  # noqa: E402
+from maxjax.engine.sampling.rows import MOST_LOGPROBS  # noqa: E402
 from maxjax.errors import MissingCompilerError, UserInputError  # noqa: E402
 from maxjax.graph.quantization import QuantizationEncoding  # noqa: E402
 from maxjax.models import build, find_family  # noqa: E402
@@ -192,18 +192,14 @@ def engine_step(
     """The decode program of ``maxjax.Engine``, lowered, and its pool, which has ``capacity`` tokens for each slot."""
     each = capacity // PAGE_SIZE
     pool = model.page_pool(slots * each, PAGE_SIZE, slots, cache_dtype, abstract=True)
-    rows = np.zeros(slots, np.int32)
-    settings = RowSettings.of(
-        GREEDY, np.zeros(2, np.uint32), 0, np.full(32, -1, np.int32), model.config.vocab_size
-    )
-    texts = TextRows(
-        rows, np.zeros((slots, each), np.int32), rows, rows, rows, rows > 0,
-        rows if model.config.ropes_by_length else None,
-        jax.tree.map(lambda a: np.stack([a] * slots), settings),
+    texts = TextRows.of(
+        [None] * slots, each, slots,
+        vocab_size=model.config.vocab_size, has_lengths=bool(model.config.ropes_by_length),
     )  # fmt: skip
+    rows = np.zeros(slots, np.int32)
     program = decode.lower(
         model, EngineMemory(pool, None), texts, rows, rows > 0, np.int32(1), np.int32(0),
-        how=Choosing(MOST_LOGPROBS), shardings=tuple(leaf.sharding for leaf in jax.tree.leaves(pool)),
+        how=Choosing(MOST_LOGPROBS), shardings=shardings_on_mesh(pool),
     )  # fmt: skip
     return program, pool
 

@@ -51,7 +51,8 @@ from peers import installed
 import maxjax
 from maxjax import checkpoint
 from maxjax.cli.bench import weight_bytes
-from maxjax.engine.generate.batch import Batch, bucket
+from maxjax.engine.bucket import bucket
+from maxjax.engine.generate.batch import Batch
 from maxjax.kernels import QuantArray, StackSlice, decode_attention, matmul, native, product
 from maxjax.kernels.encode import encode
 

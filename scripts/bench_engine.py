@@ -41,7 +41,8 @@ from maxjax.engine.batching.draft import Drafts
 from maxjax.engine.batching.memory import PAGE_SIZE
 from maxjax.engine.batching.running import RunningText, running_text
 from maxjax.engine.batching.scheduler import Scheduler
-from maxjax.engine.generate.batch import Batch, bucket
+from maxjax.engine.bucket import bucket
+from maxjax.engine.generate.batch import Batch
 from maxjax.engine.generate.batches import BatchStream
 from maxjax.engine.generate.request import Prompt, Request
 from maxjax.engine.generate.texts import stream_answer

@@ -19,6 +19,7 @@ from ..lockstep import Lockstep
 from ..models.pooling import Pooling
 from ..models.weights import shardings_of
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
+from .bucket import bucket
 from .heads import check_head, listed_texts
 from .rows import RowBatch, check_lengths, encoder_output, run_rows, text_limit
 from .sampling.draw import largest
@@ -121,7 +122,7 @@ def _with_places(masks: list[list[int]], batch: RowBatch) -> tuple[Any, np.ndarr
     """The tokens of a batch, and the places of the masks in each row, int32 ``[B, M]``; M is a power of two."""
     listed = _numbers(batch, masks)
     most = max(numbers.stop for _, _, numbers in listed)
-    places = np.zeros((len(batch.tokens[0]), 1 << (most - 1).bit_length()), np.int32)
+    places = np.zeros((len(batch.tokens[0]), bucket(most)), np.int32)
     for (member, row, numbers), (_, start) in zip(listed, batch.starts, strict=True):
         places[row, numbers.start : numbers.stop] = [start + at for at in masks[member]]
     return batch.tokens, places

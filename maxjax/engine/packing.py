@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..text.tokenizer.tokenizer import Encoding
+from .bucket import bucket
 
 LONGEST = 256
 """The most tokens of a text that is packed: attention scores grow with the square of a row's length."""
@@ -85,7 +86,7 @@ def packed_batches(lengths: Sequence[int], batch_size: int, limit: int) -> list[
             if not space[free]:
                 found &= ~(1 << free)
         else:
-            length = min(max(_ROW, _power_of_two(n)), limit)
+            length = min(max(_ROW, bucket(n)), limit)
             row, free = [], length
             rows.setdefault(length, []).append(row)
             width[i] = length
@@ -98,11 +99,11 @@ def packed_batches(lengths: Sequence[int], batch_size: int, limit: int) -> list[
         if len(members) == 1:
             used = sum(max(lengths[i], 1) for i in members[0])
             needed = max(used, len(members[0]) * _TOKENS_OF_A_TEXT, _SHORTEST)
-            length = min(_power_of_two(needed), length)
+            length = min(bucket(needed), length)
         most = max(1, min(batch_size, batch_size * _ROW // length))
         for start in range(0, len(members), most):
             part = members[start : start + most]
-            batches.append(PackedBatch(part, min(_power_of_two(len(part)), most), length))
+            batches.append(PackedBatch(part, min(bucket(len(part)), most), length))
     return batches
 
 
@@ -132,8 +133,3 @@ def packed_tokens(texts: Sequence[Encoding], batch: PackedBatch, pad_id: int) ->
             numbers[i, start:end] = number
             start = end
     return PackedTokens(ids, types, positions, numbers)
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
-    return 1 << (number - 1).bit_length()

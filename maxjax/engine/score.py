@@ -14,7 +14,7 @@ from ..lockstep import Lockstep
 from ..models.weights import model_facts, shardings_of
 from ..text.chat import is_message
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
-from .generate.batch import bucket
+from .bucket import bucket
 from .generate.completion import TokenLogprob
 from .generate.request import encoded, listed, prompt_ids
 from .isolation import isolated

@@ -25,6 +25,7 @@ from ..models.weights import check_loaded, shardings_of
 from ..nn.layer.observe.programs import ProgramObserver, tapped
 from ..nn.layer.walk import check_module
 from ..progress import compiling, task
+from .bucket import bucket
 from .sampling.draw import largest
 
 # The largest size in bytes of the logits that are computed at a time.
@@ -207,7 +208,7 @@ def chunk_of(batch: int, length: int, vocab_size: int) -> int:
         64
     """
     fits = max(1, _LOGITS // (4 * batch * vocab_size))
-    return min(1 << (fits.bit_length() - 1), 1 << (length - 1).bit_length())
+    return min(1 << (fits.bit_length() - 1), bucket(length))
 
 
 def check_scores(model: Any, what: str) -> None:

@@ -396,22 +396,18 @@ def _paged_kernel(static: Options, *operands: Any) -> Any:
     return _kernel(static, *operands[:-1], table=operands[-1:])
 
 
-def _paged_on_cuda(static: Options, *operands: Any) -> Any:
+def _paged_by(module: Any, unavailable: Any, where: str, static: Options, *operands: Any) -> Any:
+    """The kernel of a module, or the definition where it has none for these operands."""
     *rest, table = operands
-    why = triton.lacks(static, *rest) or unavailable(program_device())
-    if refused("decode attention to pages on a GPU", why):
+    why = module.lacks(static, *operands) or unavailable(program_device())
+    if refused(f"decode attention to pages on a {where}", why):
         return paged_definition(static, *operands)
     write = functools.partial(_write_pages, table)
-    return triton.kernel(static, *rest, table=table, write=write)
+    return module.kernel(static, *rest, table=table, write=write)
 
 
-def _paged_on_tpu(static: Options, *operands: Any) -> Any:
-    *rest, table = operands
-    why = paged_decode.lacks(static, *operands) or no_mosaic(program_device())
-    if refused("decode attention to pages on a TPU", why):
-        return paged_definition(static, *operands)
-    write = functools.partial(_write_pages, table)
-    return paged_decode.kernel(static, *rest, table=table, write=write)
+_paged_on_cuda = functools.partial(_paged_by, triton, unavailable, "GPU")
+_paged_on_tpu = functools.partial(_paged_by, paged_decode, no_mosaic, "TPU")
 
 
 def _paged_rule(ranks: Sequence[int]) -> Any:

@@ -63,20 +63,6 @@ def same(found, losses):
     np.testing.assert_allclose(found.standard_error, error, rtol=1e-3)
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return maxjax.load(TINY, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def small():
-    """A Llama with VOCAB tokens, and its tokenizer of characters."""
-    config = LlamaConfig(
-        VOCAB, 16, 24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
-    )
-    return filled(Llama(config)), one_character_each()
-
-
 # --- against transformers -------------------------------------------------------------------
 
 

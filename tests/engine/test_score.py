@@ -10,10 +10,10 @@ import maxjax
 from maxjax.engine import token_losses
 from maxjax.engine.score import Score
 from maxjax.errors import UserInputError
-from maxjax.models import Llama, LlamaConfig
+from maxjax.models import Llama
 from tests.engine.test_perplexity import TINY, TYPES_AND_AXES, text_of
 from tests.fill import filled
-from tests.models.decoders import VOCAB, one_character_each
+from tests.models.decoders import VOCAB
 from tests.oracles.models import opened
 from tests.oracles.recorded import recorded, torch
 
@@ -24,19 +24,6 @@ TEXTS = [
     ("What is", " 90 - 17?\n90 - 17 = 73"),
     ("What is 1 + 1? ", "1"),
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return maxjax.load(TINY, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def small():
-    config = LlamaConfig(
-        VOCAB, 16, 24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64
-    )
-    return filled(Llama(config)), one_character_each()
 
 
 def theirs(ids):

@@ -11,6 +11,7 @@ import numpy as np
 from ...errors import UserInputError, closest
 from ...lora.side_by_side import SideBySide, Updates
 from ...nn.layer.observe.programs import ProgramObserver
+from ..bucket import bucket
 
 # A model has so many places for adapters, and ranks, or twice as many and so on: few programs are compiled.
 _LEAST_PLACES, _LEAST_RANK = 4, 16
@@ -101,8 +102,8 @@ class Adapters:
         places[place : place + 1] = [(new, updates)]
         layers = self._layers.union(updates)
         largest = max(self._rank, rank)
-        count = _next_power(max(len(places), min(_LEAST_PLACES, self.most)))
-        rank = min(_next_power(largest), self.most_rank)
+        count = bucket(max(len(places), min(_LEAST_PLACES, self.most)))
+        rank = min(bucket(largest), self.most_rank)
         given = [u for _, u in places]
         together = SideBySide(self._model, [*given, *[None] * (count - len(given))], rank, layers)
         self._places, self._layers, self._rank = places, layers, rank
@@ -125,8 +126,3 @@ class Adapters:
         assert self._together is not None and self._observer is not None
         self._together.set_rows(rows, last)
         return self._observer
-
-
-def _next_power(count: int) -> int:
-    """The smallest power of two that is not smaller."""
-    return 1 << (count - 1).bit_length()

@@ -23,6 +23,17 @@ _LEAST_PAGES = 8
 _ENOUGH_PAGES = 2048
 
 
+def is_on_cpu(tree: Any) -> bool:
+    """Whether the arrays of a pytree are on CPUs."""
+    where = [leaf.sharding for leaf in jax.tree.leaves(tree)]
+    return platform_of(mesh_of(where) or where[0]) == "cpu"
+
+
+def compiled_count(*programs: Any) -> int:
+    """The number of programs that have been compiled of jitted functions."""
+    return sum(program._cache_size() for program in programs)
+
+
 class Calls:
     """Calls of programs, which change the memory of texts.
 
@@ -51,12 +62,9 @@ class Calls:
         self.vocab_size, self.shows = model.config.vocab_size, True
         self._has_masks, self._longest = has_masks, longest
         self._has_lengths = bool(model.config.ropes_by_length)
-        where = [leaf.sharding for leaf in jax.tree.leaves(memory.arrays)]
         # Elsewhere a token of a ragged call would read a copy of all pages of its text.
         self.is_ragged = (
-            platform_of(mesh_of(where) or where[0]) == "cpu"
-            and memory.has_whole_pages
-            and not memory.is_recurrent
+            is_on_cpu(memory.arrays) and memory.has_whole_pages and not memory.is_recurrent
         )
 
     def placed(

@@ -12,16 +12,14 @@ from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from ...errors import UserInputError, shown
-from ...graph.placement.arrays import platform_of
-from ...graph.placement.specs import mesh_of
-from ...nn.kv_cache.kinds import States
 from ...progress import compiling
-from ..generate.batch import bucket, check_model
-from ..generate.programs import DispatchTokens
-from .calls import Calls
+from ..bucket import bucket
+from ..generate.batch import check_model
+from ..generate.programs import DispatchTokens, shardings_on_mesh
+from .calls import Calls, compiled_count, is_on_cpu
+from .memory import is_recurrent
 from .pages import Key
 from .programs import (
     LEAST_TOKENS,
@@ -36,15 +34,13 @@ from .programs import (
     token_counts,
 )
 from .running import RunningText
-from .speculation import GuessCounts, Guesses, Rates, Speculation, chain, most_guesses
+from .speculation import MEASURED, GuessCounts, Guesses, Rates, Speculation, chain, most_guesses
 
 _MOST_GUESSES = 7
 # The rate of guesses that is assumed at first.
 _RATE = 0.8
 # The number of steps without guesses after which they are tried again.
 _AGAIN = 256
-# The number of times of which the median is taken.
-_MEASURED = 7
 
 
 class Drafts(Speculation):
@@ -74,14 +70,12 @@ class Drafts(Speculation):
         )
         self._how = calls.how._replace(tops=None)
         pool = self._pool()
-        leaves = jax.tree.leaves(pool)
-        where = [leaf.sharding for leaf in leaves]
-        self._shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
-        self._reads_tokens = platform_of(mesh_of(where) or where[0]) == "cpu"
+        self._shardings = shardings_on_mesh(pool)
+        self._reads_tokens = is_on_cpu(pool)
         self._memory = EngineMemory(pool, None)
         # The time of a step over that of a step of the model: what weights alone would make it, and measured ones.
         self._size = _weight_bytes(model) / _weight_bytes(calls.memory.model)
-        self._step_times: deque[float] = deque(maxlen=_MEASURED)
+        self._step_times: deque[float] = deque(maxlen=MEASURED)
         self._rates: WeakKeyDictionary[RunningText, Rates] = WeakKeyDictionary()
         # The list of pages of a text, which is another one when it gets others, and the number of tokens in them.
         self._stored: WeakKeyDictionary[RunningText, tuple[list[int], int]] = WeakKeyDictionary()
@@ -129,10 +123,10 @@ class Drafts(Speculation):
         self._grow()
         has_read = self._read(texts)
         steps = 1 + max(plan.counts[text] for text in texts)
-        began, compiled = time.perf_counter(), _compiled()
+        began, compiled = time.perf_counter(), compiled_count(decode)
         found = jax.device_get(self._decode(texts, steps))
         plain = self.plain_seconds(len(texts))
-        if compiled == _compiled() and not has_read and plain is not None:
+        if compiled == compiled_count(decode) and not has_read and plain is not None:
             self._step_times.append((time.perf_counter() - began) / steps / plain)
         tokens = {}
         for row, text in enumerate(texts):
@@ -201,7 +195,8 @@ class Drafts(Speculation):
         if self._reads_tokens:
             rows = self._room.slots
             args = joined_tokens([(text.tokens, a, n) for text, a, n in pieces], rows)
-            self._run(read_tokens, self._texts(_padded([text for text, *_ in pieces], rows)), *args)
+            texts = self._calls.placed([text for text, *_ in pieces], rows)
+            self._run(read_tokens, self._texts(texts), *args)
             return
         for text, start, count in pieces:
             ids = np.zeros((1, bucket(count, LEAST_TOKENS)), np.int32)
@@ -210,7 +205,7 @@ class Drafts(Speculation):
             self._run(read, rows, ids, np.asarray([count], np.int32))
 
     def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
-        rows = _padded(texts, self.row_count(len(texts)))
+        rows = self._calls.placed(texts)
         last = row_of(rows, lambda text: text.tokens[-1], np.int32(0))
         active = row_of(rows, lambda text: True, np.bool_(False))
         return self._run(decode, self._texts(rows), last, active, np.int32(steps), np.int32(0))
@@ -247,10 +242,6 @@ class Drafts(Speculation):
         return found
 
 
-def _padded(texts: Sequence[RunningText], rows: int) -> list[RunningText | None]:
-    return [*texts, *[None] * (rows - len(texts))]
-
-
 def check_speculation(model: Any, speculation: Any, draft: Any) -> None:
     """Raises UserInputError unless tokens of a model can be guessed in this way."""
     if speculation not in (None, "lookup"):
@@ -262,9 +253,7 @@ def check_speculation(model: Any, speculation: Any, draft: Any) -> None:
     if draft is not None:
         check_model(draft)
     for one in (model, draft):
-        if one is not None and any(
-            isinstance(group.kind, States) for group in one._groups.values()
-        ):
+        if one is not None and is_recurrent(one):
             raise UserInputError(
                 f"speculation is not supported for {type(one).__name__}: the state of its recurrent layers cannot go "
                 "back to the token before a wrong guess"
@@ -284,8 +273,3 @@ def check_speculation(model: Any, speculation: Any, draft: Any) -> None:
 
 def _weight_bytes(model: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-
-
-def _compiled() -> int:
-    program: Any = decode
-    return program._cache_size()

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...graph.placement.arrays import put
 from ...nn.kv_cache.kinds import States
-from ..generate.batch import bucket
+from ..bucket import bucket
+from ..generate.programs import shardings_on_mesh
 from ..sampling.rows import Words
 from ..sampling.sequences import Sequences
 from .pages import Key, Pages
@@ -33,6 +34,11 @@ def in_groups(model: Any, slots: int) -> tuple[int, int]:
         return 1, 1
     groups = model.row_parts(0)  # all axes that may divide sequences divide none
     return slots + -slots % groups, groups
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether a text has a state that cannot be shared or taken back."""
+    return any(isinstance(group.kind, States) for group in model._groups.values())
 
 
 class TextMemory:
@@ -68,13 +74,11 @@ class TextMemory:
         self._has_order = has_order
         self._most, pool = max(pages, most_pages), self._pool(pages)
         self.arrays = EngineMemory(pool, None)
-        kinds = [group.kind for group in model._groups.values()]
-        self.is_recurrent = any(isinstance(kind, States) for kind in kinds)
+        self.is_recurrent = is_recurrent(model)
         self.has_whole_pages = all(
             getattr(state, "parts", 1) == 1 for state in pool.states.values()
         )
-        where = [leaf.sharding for leaf in jax.tree.leaves(pool)]
-        self.shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
+        self.shardings = shardings_on_mesh(pool)
         each, rows = pool.pages // self.groups, slots // self.groups
         self._pages = [Pages(each, PAGE_SIZE) for _ in range(self.groups)]
         # Models with recurrent layers alone have no pages, and texts of any length.

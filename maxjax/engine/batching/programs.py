@@ -9,7 +9,7 @@ Shapes: B texts of a call, T tokens of each, N tokens of several texts, M pages 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from ...graph.placement.arrays import on_mesh
 from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer.observe.loops import zeros
 from ...nn.layer.observe.programs import is_observed, tapped
-from ..generate.batch import bucket
+from ..bucket import bucket
 from ..generate.programs import MAX_STEPS, DispatchTokens, Shardings, replicated, resharded
 from ..sampling.draw import Sampled
 from ..sampling.rows import RowSettings, Words, sample_rows
@@ -94,10 +94,13 @@ class TextRows(NamedTuple):
         done = np.zeros(len(texts), bool) if finishes is None else np.asarray(finishes, bool)
         allowed = None
         if has_masks:
-            every = np.full(mask_words(vocab_size), 2**32 - 1, np.uint32)
-            allowed = of(
-                lambda text: every if text.matcher is None else text.matcher.allowed(), every
-            )
+            allowed = _every_token(len(texts), vocab_size)
+            matchers = [None if text is None else text.matcher for text in texts]
+            if any(matcher is not None for matcher in matchers):
+                allowed = allowed.copy()
+                for row, matcher in zip(allowed, matchers, strict=True):
+                    if matcher is not None:
+                        row[:] = matcher.allowed()
         return TextRows(
             of(lambda text: text.slot, np.int32(slots)), table, of(lambda text: text.stored, zero),
             of(lambda text: text.limit, zero), of(lambda text: text.written, zero), done,
@@ -108,6 +111,12 @@ class TextRows(NamedTuple):
     def cache(self, memory: EngineMemory) -> PagedCache:
         """The cache of these texts."""
         return PagedCache(memory.pool, self.table, self.lengths, self.slots, self.text_lengths)
+
+
+@lru_cache(maxsize=16)
+def _every_token(rows: int, vocab_size: int) -> np.ndarray:
+    """The masks of texts without grammars; they are read alone."""
+    return np.full((rows, mask_words(vocab_size)), 2**32 - 1, np.uint32)
 
 
 def row_of(

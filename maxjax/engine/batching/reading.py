@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..generate.batch import bucket
+from ..bucket import bucket
 from ..generate.programs import DispatchTokens
 from .calls import Calls
 from .memory import PAGE_SIZE

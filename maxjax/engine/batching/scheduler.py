@@ -22,7 +22,7 @@ from ..isolation import isolated
 from ..sampling.draw import Sampled
 from ..sampling.rows import MOST_LOGPROBS
 from .adapters import Adapters, LoadedAdapter
-from .calls import Calls
+from .calls import Calls, compiled_count
 from .draft import Drafts
 from .lookup import Lookups
 from .memory import PAGE_SIZE, TextMemory
@@ -327,9 +327,15 @@ class Scheduler:
             return
         if self._ropes:
             steps = min(steps, *(text.text_length[1] - text.stored for text in texts))
-        rows, began, compiled = self.calls.placed(texts), time.perf_counter(), _compiled()
+        rows, began, compiled = (
+            self.calls.placed(texts),
+            time.perf_counter(),
+            compiled_count(decode, verify),
+        )
         written = self._decode(rows, steps)
-        self._in_flight = _Dispatch(rows, written, steps, began, None, _compiled() > compiled)
+        self._in_flight = _Dispatch(
+            rows, written, steps, began, None, compiled_count(decode, verify) > compiled
+        )
 
     def _plan(self) -> GuessCounts | None:
         """The guesses that the next step has room for; None if none are made."""
@@ -344,12 +350,14 @@ class Scheduler:
         if not texts:
             return
         guesses = self.speculation.guesses(plan, texts)
-        began, compiled = time.perf_counter(), _compiled()
+        began, compiled = time.perf_counter(), compiled_count(decode, verify)
         rows = self.calls.placed(texts, self.slots if guesses.shape[1] == 1 else guesses.shape[0])
         args, arrays = rows_of(texts, guesses), self.calls.text_rows(rows)
         found = self.calls.run(verify, rows, arrays, *args, width=None, rows=(args[1], args[1]))
         found = self._reported(found, texts)
-        self._in_flight = _Dispatch(rows, found, 1, began, guesses, _compiled() > compiled)
+        self._in_flight = _Dispatch(
+            rows, found, 1, began, guesses, compiled_count(decode, verify) > compiled
+        )
 
     @isolated()
     def receive(self) -> None:
@@ -447,9 +455,3 @@ class Scheduler:
                 ]
                 self._preempt(max(others, key=lambda one: one.priority))
         return self._writing()
-
-
-def _compiled() -> int:
-    """The number of programs of writing that have been compiled."""
-    programs: list[Any] = [decode, verify]
-    return sum(program._cache_size() for program in programs)

@@ -40,7 +40,7 @@ _LEAST_CHANCE = 0.05
 _LEAST_GAIN = 1.15
 # The time of a further token of a call, relative to a step, where it has not been measured; the number of steps after
 # which measured times are too old; and of how many of them the median is taken.
-_TOKEN_COST, _OLD, _MEASURED = 0.1, 1000, 7
+_TOKEN_COST, _OLD, MEASURED = 0.1, 1000, 7
 # With exact=True each call is for so many tokens of each text.
 EXACT_TOKENS = 4
 
@@ -213,10 +213,10 @@ class Speculation(abc.ABC):
         """Learns the time of a call with guesses, or of a step without them."""
         rows = self.row_count(len(texts))
         if guesses is None:
-            self._seconds.setdefault(rows, deque(maxlen=_MEASURED)).append(seconds)
+            self._seconds.setdefault(rows, deque(maxlen=MEASURED)).append(seconds)
         elif (plain := self.plain_seconds(rows)) is not None:
             # Relative times stay what they are when the machine has other work too.
-            times, _ = self._times.get((guesses.shape, rows), (deque(maxlen=_MEASURED), 0))
+            times, _ = self._times.get((guesses.shape, rows), (deque(maxlen=MEASURED), 0))
             times.append(seconds / plain)
             self._times[guesses.shape, rows] = times, self.done
 

@@ -22,6 +22,7 @@ from ...nn.layer.observe.programs import ProgramObserver
 from ...nn.layer.walk import check_module
 from ...nn.random_key import checked_key
 from ...progress import compiling
+from ..bucket import bucket
 from ..isolation import isolated
 from ..sampling.draw import Sampled
 from ..sampling.penalties import History
@@ -153,7 +154,7 @@ class Batch:
         longest = max(map(len, texts))
         while start < longest:
             width = min(self.chunk, bucket(longest - start, MIN_PREFILL))
-            part, counts = _slice(texts, start, width)
+            part, counts = slice_of(texts, start, width)
             args = (self.state, part, counts, self._sampler)
             run = {"counts": lambda _, n=counts: n, "width": width, "keeps": not again}
             self.state = self._run(prefill, *args, **run)
@@ -342,16 +343,6 @@ class Batch:
 # --- helpers ------------------------------------------------------------------------------------
 
 
-def bucket(count: int, least: int = 1) -> int:
-    """The smallest power of two that is not below ``count``, or ``least`` if that is larger.
-
-    Example:
-        >>> bucket(5), bucket(5, 16), bucket(64)
-        (8, 16, 64)
-    """
-    return max(least, 1 << (max(count, 1) - 1).bit_length())
-
-
 def check_chunk(chunk: Any) -> int:
     """The number of prompt tokens that are read at once.
 
@@ -425,7 +416,7 @@ def _padded_ids(ids: Sequence[int]) -> np.ndarray:
     return found
 
 
-def _slice(
+def slice_of(
     prompts: Sequence[Sequence[int]], start: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens ``start`` to ``start + width`` of each prompt, zero-padded, and the count of each row."""

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from ...errors import UserInputError, checked_integer, shown
 from ...graph.placement.arrays import put
@@ -32,13 +31,14 @@ from ...nn.kv_cache.cache import KVCache
 from ...nn.layer.observe.programs import ProgramObserver
 from ...progress import compiling
 from ..batching.running import bias_of
+from ..bucket import bucket
 from ..isolation import isolated
 from ..sampling.draw import Sampled, largest
 from ..sampling.rows import RowSettings, Words, adjusted_rows, uses_order, uses_words
 from ..sampling.sequences import sequences_of
-from .batch import MIN_PREFILL, bucket, check_chunk, sharding_of_inputs
+from .batch import MIN_PREFILL, check_chunk, sharding_of_inputs, slice_of
 from .completion import Completion
-from .programs import DispatchTokens, Shardings, replicated, resharded
+from .programs import DispatchTokens, Shardings, replicated, resharded, shardings_on_mesh
 from .request import Prompt, Request
 
 # What stands for "not at all" in scores, as in transformers.
@@ -240,11 +240,7 @@ class _Search:
         logits: Any = None
         while start < longest:
             width = min(self._chunk, bucket(longest - start, MIN_PREFILL))
-            ids = np.zeros((len(prompts), width), np.int32)
-            counts = np.zeros(len(prompts), np.int32)
-            for i, prompt in enumerate(prompts):
-                piece = prompt[start : start + width]
-                ids[i, : len(piece)], counts[i] = piece, len(piece)
+            ids, counts = slice_of(prompts, start, width)
             with compiling("beam search"):
                 cache, new = read(model, cache, self._put(ids), self._put(counts))
             ends = np.asarray([start < len(prompt) <= start + width for prompt in prompts])
@@ -257,8 +253,7 @@ class _Search:
     ) -> tuple[KVCache, jax.Array]:
         """The cache and logits with a row for each beam."""
         wide = self._model.cache(len(rows), self._capacity, self._dtype)
-        where = [leaf.sharding for leaf in jax.tree.leaves(wide)]
-        self._shardings = tuple(where) if isinstance(where[0], NamedSharding) else None
+        self._shardings = shardings_on_mesh(wide)
         del wide
         return spread(cache, logits, self._put(rows), shardings=self._shardings)
 

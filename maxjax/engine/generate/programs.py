@@ -219,6 +219,12 @@ def _withheld(logits: jax.Array, written: jax.Array, sampler: SamplerArgs) -> ja
     return early[:, None] & ends[None, :]
 
 
+def shardings_on_mesh(state: Any) -> Shardings:
+    """The shardings of a pytree's arrays, as :func:`resharded` takes them; None if they are on one device."""
+    where = [leaf.sharding for leaf in jax.tree.leaves(state)]
+    return tuple(where) if isinstance(where[0], NamedSharding) else None
+
+
 def replicated(array: jax.Array, shardings: Shardings) -> jax.Array:
     """The array, replicated if there is a mesh."""
     if shardings is None:

@@ -14,8 +14,9 @@ from ..batching.draft import check_speculation
 from ..batching.memory import PAGE_SIZE, in_groups
 from ..batching.running import RunningText, Stage, running_text
 from ..batching.scheduler import EndedByOthers, Scheduler
+from ..bucket import bucket
 from ..sampling.rows import MOST_LOGPROBS, uses_order
-from .batch import bucket, check_chunk
+from .batch import check_chunk
 from .completion import Completion
 from .programs import DispatchTokens
 from .request import Prompt, Request

@@ -15,8 +15,8 @@ from ...models.weights import shardings_of
 from ...progress import Task, task
 from ...text.tokenizer.arguments import check_is_tokenizer
 from ..batching.running import RunningText, running_text
+from ..bucket import bucket
 from ..sampling.settings import Sampling
-from .batch import bucket
 from .batches import BatchStream, in_batches
 from .beams import BeamSettings, beam_answers
 from .completion import Completion

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ...errors import UserInputError
 from ...graph.placement.mesh import make_mesh
-from ..generate.batch import bucket
+from ..bucket import bucket
 from ..generate.programs import BatchState, SamplerArgs, decode, prefill
 from ..sampling.draw import Sampled
 from ..sampling.settings import GREEDY, Amounts

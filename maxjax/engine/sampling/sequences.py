@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import UserInputError
+from ..bucket import bucket
 from .settings import Sampling
 
 # The first sizes of a Sequences: more sequences, or longer ones, are programs of their own.
@@ -101,8 +102,8 @@ class Sequences(NamedTuple):
             ((64, 8), [-1, 5, 6], [0, 2, 0, 1, 0, 0, 0, 0])
         """
         each = [tokens for tokens, _ in biases]
-        count = _bucket(len(each), _LEAST_COUNT)
-        length = _bucket(max(map(len, each), default=0), _LEAST_LENGTH)
+        count = bucket(len(each), _LEAST_COUNT)
+        length = bucket(max(map(len, each), default=0), _LEAST_LENGTH)
         if count * length > _MOST_CELLS:
             raise UserInputError(
                 f"bad_words and sequence_bias have {len(each):,} sequences of up to {max(map(len, each)):,} tokens: "
@@ -313,7 +314,3 @@ def _later(array: jax.Array, rest: Any) -> jax.Array:
 def _rows(columns: jax.Array) -> jax.Array:
     """The row of each element of ``[B, N]``, to index with its column."""
     return jax.lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-
-
-def _bucket(count: int, least: int) -> int:
-    return max(least, 1 << (max(count, 1) - 1).bit_length())

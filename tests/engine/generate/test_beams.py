@@ -31,21 +31,6 @@ CASES = {
 NEW = 14
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("llama")
-
-
-@pytest.fixture(scope="module")
-def theirs(directory):
-    return decoders.oracle("Llama", directory)
-
-
-@pytest.fixture(scope="module")
-def model(theirs, directory):
-    return ours(directory)
-
-
 def beams_of(model, options):
     """The tokens of all beams of each prompt, each with its number of tokens in front."""
     found = []

@@ -38,21 +38,6 @@ def text_of(ids):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("llama")
-
-
-@pytest.fixture(scope="module")
-def theirs(directory):
-    return decoders.oracle("Llama", directory)
-
-
-@pytest.fixture(scope="module")
-def model(theirs, directory):
-    return ours(directory)
-
-
-@pytest.fixture(scope="module")
 def expected(theirs):
     """Of each prompt, what transformers writes, greedily."""
     return [tuple(decoders.generated(theirs, [p], 64)[0].tolist()) for p in PROMPTS]
