@@ -89,8 +89,7 @@ class Engine:
             (prompt lookup, "ngram"). Answers stay the same, also where tokens are drawn; those that repeat what they
             are about, as summaries do, come faster. It is used only while it pays: times and rates are measured
             (``stats()``). Prompts with penalties, ``banned``, ``logit_bias`` or a grammar are written without guesses.
-            With ``exact`` it is always used, so that bits do not depend on times. None: no guesses;
-            nor are any made on a mesh whose devices divide texts among them.
+            With ``exact`` it is always used, so that bits do not depend on times. None: no guesses.
         draft: a smaller model of the same vocabulary that guesses tokens instead, as returned by ``maxjax.load``; an
             ``assistant_model``. It draws with the numbers that the model draws with, so that answers stay the same. It
             has a cache of its own, a part of ``cache_bytes``.
@@ -102,8 +101,8 @@ class Engine:
 
     Raises:
         UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid;
-            ``speculation`` or ``draft`` is given for a model with recurrent layers, whose state cannot go back, or
-            both are; or the vocabulary of ``draft`` is another one.
+            ``speculation`` or ``draft`` is given for a model with recurrent layers, whose state cannot go back, or on
+            a mesh whose devices divide texts among them, or both are; or the vocabulary of ``draft`` is another one.
         OutOfMemoryError: a device has no room for the cache.
 
     Example:

@@ -25,7 +25,7 @@ from .adapters import Adapters, LoadedAdapter
 from .calls import Calls, compiled_count
 from .draft import Drafts
 from .lookup import Lookups
-from .memory import PAGE_SIZE, TextMemory
+from .memory import PAGE_SIZE, TextMemory, in_groups
 from .programs import (
     Choosing,
     LogitsProcessor,
@@ -84,6 +84,9 @@ class Scheduler:
         speculation: whether tokens are guessed from the texts themselves (``speculation.py``).
         draft: a smaller model that guesses tokens.
         adapters: the adapters that texts may use.
+
+    Raises:
+        UserInputError: tokens are to be guessed on a mesh whose devices divide texts among them.
     """
 
     @isolated()
@@ -95,6 +98,12 @@ class Scheduler:
         together: Lockstep | None = None, dispatch_s: float = 0.1, speculation: str | None = None,
         draft: Any = None, adapters: Adapters | None = None,
     ):  # fmt: skip
+        guesses = speculation is not None or draft is not None
+        if guesses and in_groups(model, slots)[1] > 1:
+            raise UserInputError(
+                "speculation and draft are not supported on a mesh whose devices divide texts among them: "
+                "split the model over its axis 'model' alone"
+            )
         self.adapters = Adapters(model) if adapters is None else adapters
         most = pages if most_pages is None else most_pages
         self.memory = TextMemory(model, slots, pages, most, cache_dtype, exact, has_order)
@@ -108,7 +117,7 @@ class Scheduler:
         self.slots, self.chunk, self._dispatch_s = self.memory.slots, chunk, dispatch_s
         self._ropes = model.config.ropes_by_length
         self.speculation: Lookups | Drafts | None = None
-        if self.memory.groups == 1 and (speculation is not None or draft is not None):
+        if guesses:
             options = self.slots, self.calls.row_counts(), self.calls.is_ragged, exact
             self.speculation = Lookups(*options)
             if draft is not None:

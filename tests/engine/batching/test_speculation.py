@@ -359,6 +359,19 @@ def test_refused(model, draft):
         maxjax.Engine(model, draft=recurrent)
 
 
+def test_refused_on_a_mesh_that_divides_texts(how):
+    """One text alone is of all devices; where several are divided, no guess is silently left out."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    there = made().to(mesh)
+    for call in (
+        lambda: maxjax.Engine(there, slots=4, **how),
+        lambda: maxjax.generate(there, None, PROMPTS[:2], max_new_tokens=4, **how),
+    ):
+        with pytest.raises(UserInputError, match="not supported on a mesh whose devices divide"):
+            call()
+    check(there, PROMPTS[:1], [{"max_new_tokens": 40}], how, slots=1, chunk=32)
+
+
 def test_lookup_finds_the_longest_place():
     """Against a search of all places, of which the last ones of a pair are looked at."""
     rng = np.random.default_rng(0)
