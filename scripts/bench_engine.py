@@ -2,6 +2,7 @@
 
     python scripts/bench_engine.py                       # 512 prompts, 32 slots, a random Llama of 135 M
     python scripts/bench_engine.py --quick               # a tiny model and few prompts, in seconds
+    python scripts/bench_engine.py --only busy --prompts 2048   # only counts, which are the same on each machine
     python scripts/bench_engine.py --only prefix         # a common beginning of 1,024 tokens
     python scripts/bench_engine.py --only speculation --model SmolLM2-135M-Instruct.Q4_1.gguf   # real texts
 
@@ -10,7 +11,8 @@ they are read from bench_engine.txt. An answer's length is the largest number of
 to decide which text is next. Both ways run in turns, in one process; printed are medians of ratios of pairs.
 
 batches  decode steps, CPU seconds of reading and of writing, tokens a second: engine over batches
-busy     share of the slots that write, until the last prompt has started and over all
+busy     share of the slots that write, until the last prompt has started and over all, with a model of no size: with
+         one step in each dispatch, and with the most, so that nothing depends on times
 prefix   time to the first token of 64 prompts with a common beginning, second over first
 speculation  tokens a second of one stream with guesses over without; and whether the text is the same
 stream   tokens a second of one stream, and CPU seconds, over those of the loop over a batch of one
@@ -90,12 +92,16 @@ class Timed(Scheduler):
 
 
 def with_slots(
-    model: Any, work: list[tuple[list[int], int]], slots: int, adapters: Adapters | None = None
+    model: Any,
+    work: list[tuple[list[int], int]],
+    slots: int,
+    adapters: Adapters | None = None,
+    **more: Any,
 ) -> dict[str, float]:
-    """Each prompt as soon as a slot is free, with each of the adapters in turn."""
+    """Each prompt as soon as a slot is free, with each of the adapters in turn; ``more`` is for the scheduler."""
     names = (None,) if adapters is None else adapters.names
     pages = bucket(sum(sorted(-(-(len(p) + n) // PAGE_SIZE) for p, n in work)[-slots:]))
-    scheduler = Timed(model, slots, pages, adapters=adapters)
+    scheduler = Timed(model, slots, pages, adapters=adapters, **more)
     texts = [
         text_of(model, ids, n, i, adapter=names[i % len(names)]) for i, (ids, n) in enumerate(work)
     ]
@@ -293,9 +299,25 @@ def stream(model: Any, options: argparse.Namespace) -> None:
     print(f"stream     tokens a second {speed:.3f}, CPU seconds {1 / cpu:.3f}")
 
 
-def python(options: argparse.Namespace) -> None:
+def model_of_no_size() -> Any:
     config = maxjax.models.LlamaConfig(64, 8, 8, num_hidden_layers=1, num_attention_heads=1)
-    model = maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
+    return maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
+
+
+def busy(options: argparse.Namespace) -> None:
+    model = model_of_no_size()
+    work = work_of(model, options.prompts)
+    for name, dispatch_s in (("one step", 0.0), ("most steps", float("inf"))):
+        found = with_slots(model, work, options.slots, dispatch_s=dispatch_s)
+        print(
+            f"busy       {name} in each dispatch: {found['busy until the last start']:.1%} until the last prompt of "
+            f"{options.prompts:,} has started, {found['busy']:.1%} over all {found['steps']:,} steps",
+            flush=True,
+        )
+
+
+def python(options: argparse.Namespace) -> None:
+    model = model_of_no_size()
     scheduler = Scheduler(model, options.slots, options.slots * 8)
     scheduler._most_steps = 1
     for i in range(options.slots):
@@ -322,7 +344,8 @@ def main() -> None:
     parser.add_argument("--type", default="BF16", choices=random_llama.DTYPES)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts")
     parser.add_argument(
-        "--only", choices=("batches", "prefix", "adapters", "speculation", "stream", "python")
+        "--only",
+        choices=("batches", "busy", "prefix", "adapters", "speculation", "stream", "python"),
     )
     parser.add_argument(
         "--model", help="a chat model for speculation, of whose file a quantised one is the draft"
@@ -330,19 +353,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.slots, options.pairs = 24, 4, 1
-    with tempfile.TemporaryDirectory() as place:
-        size = random_llama.SIZES["tiny" if options.quick else "135m"]
-        model, _ = maxjax.load(random_llama.write_hf(place, size, options.type))
-        if options.only in (None, "batches"):
-            batches(model, options)
-        if options.only in (None, "prefix"):
-            prefix(model, options)
-        if options.only in (None, "stream"):
-            stream(model, options)
-        if options.only in (None, "adapters"):
-            adapters(model, options)
-        if options.only in (None, "speculation"):
-            speculation(model, options)
+    if options.only not in ("busy", "python"):
+        with tempfile.TemporaryDirectory() as place:
+            size = random_llama.SIZES["tiny" if options.quick else "135m"]
+            model, _ = maxjax.load(random_llama.write_hf(place, size, options.type))
+            if options.only in (None, "batches"):
+                batches(model, options)
+            if options.only in (None, "prefix"):
+                prefix(model, options)
+            if options.only in (None, "stream"):
+                stream(model, options)
+            if options.only in (None, "adapters"):
+                adapters(model, options)
+            if options.only in (None, "speculation"):
+                speculation(model, options)
+    if options.only in (None, "busy"):
+        busy(options)
     if options.only in (None, "python"):
         python(options)
 
