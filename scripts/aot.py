@@ -67,13 +67,13 @@ import numpy as np  # noqa: E402
 
 import maxjax  # noqa: E402
 from maxjax.dtype import DType  # noqa: E402
+from maxjax.engine.batching.memory import page_size_of  # noqa: E402
 from maxjax.engine.batching.programs import (  # noqa: E402
     Choosing,
     EngineMemory,
     TextRows,
     decode,
 )
-from maxjax.engine.batching.scheduler import PAGE_SIZE  # noqa: E402
 from maxjax.engine.generate.programs import shardings_on_mesh  # noqa: E402
 from maxjax.engine.plan.compiled import (  # noqa: E402
     abstract_state,
@@ -190,8 +190,9 @@ def engine_step(
     model: Any, slots: int, capacity: int, cache_dtype: str | None
 ) -> tuple[Any, PagePool]:
     """The decode program of ``maxjax.Engine``, lowered, and its pool, which has ``capacity`` tokens for each slot."""
-    each = capacity // PAGE_SIZE
-    pool = model.page_pool(slots * each, PAGE_SIZE, slots, cache_dtype, abstract=True)
+    page_size = page_size_of(model)
+    each = capacity // page_size
+    pool = model.page_pool(slots * each, page_size, slots, cache_dtype, abstract=True)
     texts = TextRows.of(
         [None] * slots, each, slots,
         vocab_size=model.config.vocab_size, has_lengths=bool(model.config.ropes_by_length),

@@ -40,7 +40,7 @@ import maxjax
 from maxjax.engine.batching.adapters import Adapters
 from maxjax.engine.batching.compile import _compile
 from maxjax.engine.batching.draft import Drafts
-from maxjax.engine.batching.memory import PAGE_SIZE
+from maxjax.engine.batching.memory import page_size_of
 from maxjax.engine.batching.running import RunningText, running_text
 from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.bucket import bucket
@@ -100,7 +100,8 @@ def with_slots(
 ) -> dict[str, float]:
     """Each prompt as soon as a slot is free, with each of the adapters in turn; ``more`` is for the scheduler."""
     names = (None,) if adapters is None else adapters.names
-    pages = bucket(sum(sorted(-(-(len(p) + n) // PAGE_SIZE) for p, n in work)[-slots:]))
+    size = page_size_of(model)
+    pages = bucket(sum(sorted(-(-(len(p) + n) // size) for p, n in work)[-slots:]))
     scheduler = Timed(model, slots, pages, adapters=adapters, **more)
     texts = [
         text_of(model, ids, n, i, adapter=names[i % len(names)]) for i, (ids, n) in enumerate(work)

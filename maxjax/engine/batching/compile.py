@@ -8,7 +8,6 @@ import numpy as np
 
 from ..isolation import isolated
 from .draft import Drafts
-from .memory import PAGE_SIZE
 from .programs import decode, read, read_tokens, token_counts
 from .reading import RAGGED
 from .running import RunningText
@@ -53,12 +52,13 @@ def _compile(scheduler: Scheduler, has_adapters: bool) -> int:
         calls.run(program, texts, calls.text_rows(texts, width=pages), *args, **options)
 
     groups, slots = scheduler.memory.groups, scheduler.slots
-    for size in [PAGE_SIZE] if calls.is_exact else token_counts(scheduler.chunk):
+    page_size = scheduler.memory.page_size
+    for size in [page_size] if calls.is_exact else token_counts(scheduler.chunk):
         none, ends = (np.zeros(n, np.int32) for n in (groups * size, slots))
         for pages in calls.widths() if is_ragged else ():
             run(read_tokens, slots, pages, none, none, none - 1, ends, rows=(none, None))
         for pages in calls.widths(gathers=True):
-            if not is_ragged or pages * PAGE_SIZE > RAGGED:
+            if not is_ragged or pages * page_size > RAGGED:
                 run(read, groups, pages, none.reshape(groups, -1), ends[:groups], width=size)
     shapes = [] if scheduler.speculation is None else scheduler.speculation.shapes
     for pages in calls.widths():

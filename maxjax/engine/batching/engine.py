@@ -29,7 +29,7 @@ from .answer import PendingAnswer
 from .compile import compile_programs
 from .draft import check_speculation
 from .grammar import matcher_of
-from .memory import PAGE_SIZE, in_groups
+from .memory import in_groups, page_size_of
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
 from .scheduler import Scheduler
@@ -127,7 +127,7 @@ class Engine:
             )
         self.model, self.tokenizer = model, tokenizer
         self.slots = checked_integer("slots", slots)
-        least = PAGE_SIZE if exact else 16
+        least = page_size_of(model) if exact else 16
         if (chunk := check_chunk(chunk)) < least:
             raise UserInputError(
                 f"chunk is {chunk}: with exact={exact} it must be at least {least}"
@@ -467,15 +467,16 @@ def page_count(
         UserInputError: it has no room for a page.
     """
     slots, groups = in_groups(model, slots)
+    page_size = page_size_of(model)
     if cache_bytes is None:
-        return slots // groups * -(-min(model.max_length, _TOKENS) // PAGE_SIZE)
+        return slots // groups * -(-min(model.max_length, _TOKENS) // page_size)
     size = size_in_bytes(cache_bytes, "cache_bytes")
     one, two = (
         sum(
             held_bytes(leaf.sharding, leaf.shape, leaf.dtype.itemsize)
             for one in (model, draft)
             if one is not None
-            for leaf in jax.tree.leaves(one.page_pool(n, PAGE_SIZE, slots, dtype, abstract=True))
+            for leaf in jax.tree.leaves(one.page_pool(n, page_size, slots, dtype, abstract=True))
         )
         for n in (groups, 2 * groups)
     )
@@ -483,7 +484,7 @@ def page_count(
     count = (size - (one - page)) // page if page else slots
     if count < 1:
         raise UserInputError(
-            f"cache_bytes is {bytes_text(size)}: a page of {PAGE_SIZE} tokens takes {bytes_text(page)} on a "
+            f"cache_bytes is {bytes_text(size)}: a page of {page_size} tokens takes {bytes_text(page)} on a "
             f"device, and what {slots} slots need beside pages {bytes_text(one - page)}"
         )
     return int(count)

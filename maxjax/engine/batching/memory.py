@@ -13,7 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...graph.placement.arrays import put
+from ...graph.placement.arrays import platform_of, put
+from ...graph.placement.specs import mesh_of
+from ...kernels.tpu import paged_decode
 from ...nn.kv_cache.kinds import States
 from ..bucket import bucket
 from ..generate.programs import shardings_on_mesh
@@ -23,7 +25,8 @@ from .pages import Key, Pages
 from .programs import EngineMemory, moved, resized_words, start_words
 from .running import RunningText
 
-PAGE_SIZE = 64
+# The number of tokens of a page, where no kernel needs more.
+_PAGE_SIZE = 64
 # Texts of this length have room in arrays about the order of tokens, if there are no pages to tell.
 _LONGEST_AT_FIRST = 4096
 
@@ -34,6 +37,12 @@ def in_groups(model: Any, slots: int) -> tuple[int, int]:
         return 1, 1
     groups = model.row_parts(0)  # all axes that may divide sequences divide none
     return slots + -slots % groups, groups
+
+
+def page_size_of(model: Any) -> int:
+    """The number of tokens of a page: that which the kernels of the model's devices read in place."""
+    place = mesh_of([model._sharding]) or model._sharding
+    return paged_decode.PAGE_SIZE if platform_of(place) == "tpu" else _PAGE_SIZE
 
 
 def is_recurrent(model: Any) -> bool:
@@ -56,6 +65,7 @@ class TextMemory:
     Attributes:
         arrays: what is on the devices.
         slots, groups: number of slots, and number G of groups.
+        page_size: number of tokens of a page.
         cache_dtype: dtype of keys and values; None for the model's.
         shardings: shardings of the pool's arrays; None without a mesh.
         is_recurrent: whether a text has a state that cannot be shared or taken back.
@@ -71,7 +81,7 @@ class TextMemory:
         slots, self.groups = in_groups(model, slots)
         self.slots = slots
         self.cache_dtype, self._is_exact, self.hits = cache_dtype, is_exact, 0
-        self._has_order = has_order
+        self._has_order, self.page_size = has_order, page_size_of(model)
         self._most, pool = max(pages, most_pages), self._pool(pages)
         self.arrays = EngineMemory(pool, None)
         self.is_recurrent = is_recurrent(model)
@@ -80,15 +90,17 @@ class TextMemory:
         )
         self.shardings = shardings_on_mesh(pool)
         each, rows = pool.pages // self.groups, slots // self.groups
-        self._pages = [Pages(each, PAGE_SIZE) for _ in range(self.groups)]
+        self._pages = [Pages(each, self.page_size) for _ in range(self.groups)]
         # Models with recurrent layers alone have no pages, and texts of any length.
-        most = self._most * PAGE_SIZE if each else _LONGEST_AT_FIRST
+        most = self._most * self.page_size if each else _LONGEST_AT_FIRST
         self._longest = min(model.max_length, most)
         self._free = [[*range((g + 1) * rows - 1, g * rows - 1, -1)] for g in range(self.groups)]
 
     def _pool(self, count: int) -> Any:
         """A pool of so many pages in each group."""
-        return self.model.page_pool(count * self.groups, PAGE_SIZE, self.slots, self.cache_dtype)
+        return self.model.page_pool(
+            count * self.groups, self.page_size, self.slots, self.cache_dtype
+        )
 
     def close(self) -> None:
         """Frees the memory on the devices."""
@@ -126,7 +138,7 @@ class TextMemory:
     @property
     def longest(self) -> int | None:
         """The largest number of tokens of a text for which there are pages when the pool has grown; None: any."""
-        return self._most * PAGE_SIZE if self.count else None
+        return self._most * self.page_size if self.count else None
 
     def needed(self, tokens: int) -> int:
         """The number of pages of so many tokens."""
@@ -175,7 +187,7 @@ class TextMemory:
         # The group that has most of its beginning, and of these the one with the fewest texts.
         for g in sorted(groups, key=lambda g: (-self._pages[g].known(keys), -len(self._free[g]))):
             text.slot, text.pages = self._free[g].pop(), self._pages[g].share(keys)
-            text.stored = len(text.pages) * PAGE_SIZE
+            text.stored = len(text.pages) * self.page_size
             if self.add_pages(text, size):
                 self.hits += text.stored
                 return True

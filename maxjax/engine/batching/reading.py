@@ -12,7 +12,6 @@ import numpy as np
 from ..bucket import bucket
 from ..generate.programs import DispatchTokens
 from .calls import Calls
-from .memory import PAGE_SIZE
 from .programs import LEAST_TOKENS, joined_tokens, read, read_tokens
 from .running import RunningText, Stage
 
@@ -31,7 +30,9 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> tu
         if text.stage is Stage.READING and room > 0:
             count = min(text.unread, room)
             if calls.is_exact and count < text.unread:
-                count -= count % PAGE_SIZE  # pieces end where pages do, whatever else is read
+                count -= (
+                    count % calls.memory.page_size
+                )  # pieces end where pages do, whatever else is read
             pieces.append((text, count))
             room -= count
     pieces = [piece for piece in pieces if piece[1]]
@@ -78,7 +79,7 @@ def _parts(calls: Calls, start: int, count: int) -> list[int]:
     """The numbers of tokens that are read at once; each page by itself where bits must be the same."""
     if not calls.is_exact:
         return [count]
-    borders = [*range(start, start + count, PAGE_SIZE), start + count]
+    borders = [*range(start, start + count, calls.memory.page_size), start + count]
     return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
 
 
@@ -99,7 +100,7 @@ def _read_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int] | None])
     """Reads tokens of one text in each group of devices."""
     texts = [None if piece is None else piece[0] for piece in pieces]
     counts = np.asarray([0 if piece is None else piece[1] for piece in pieces], np.int32)
-    width = PAGE_SIZE if calls.is_exact else bucket(int(counts.max()), LEAST_TOKENS)
+    width = calls.memory.page_size if calls.is_exact else bucket(int(counts.max()), LEAST_TOKENS)
     ids = np.zeros((len(texts), width), np.int32)
     for row, text in enumerate(texts):
         if text is not None:
@@ -121,7 +122,7 @@ def _mark_read(calls: Calls, text: RunningText, count: int) -> None:
     text.stored += count
     text.recorded = max(text.recorded, text.stored)
     assert text.keys is not None
-    calls.memory.publish(text, text.keys[: text.stored // PAGE_SIZE])
+    calls.memory.publish(text, text.keys[: text.stored // calls.memory.page_size])
 
 
 def _take_first(calls: Calls, texts: Sequence[RunningText | None], sampled: Any) -> None:

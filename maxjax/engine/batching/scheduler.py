@@ -25,7 +25,7 @@ from .adapters import Adapters, LoadedAdapter
 from .calls import Calls, compiled_count
 from .draft import Drafts
 from .lookup import Lookups
-from .memory import PAGE_SIZE, TextMemory, in_groups
+from .memory import TextMemory, in_groups
 from .programs import (
     Choosing,
     LogitsProcessor,
@@ -267,7 +267,7 @@ class Scheduler:
         assert text.keys is not None
         missing = next((key for key in text.keys if not self.memory.has(key)), None)
         return missing is not None and any(
-            missing in (one.keys or ())[one.stored // PAGE_SIZE :]
+            missing in (one.keys or ())[one.stored // self.memory.page_size :]
             for one in self.running
             if one.stage is Stage.READING
         )

@@ -11,7 +11,7 @@ from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...models.weights import named_dtype
 from ..batching.draft import check_speculation
-from ..batching.memory import PAGE_SIZE, in_groups
+from ..batching.memory import in_groups, page_size_of
 from ..batching.running import RunningText, Stage, running_text
 from ..batching.scheduler import EndedByOthers, Scheduler
 from ..bucket import bucket
@@ -43,10 +43,10 @@ def scheduler_for(
         longest: largest number of tokens of a text; None: that of these prompts.
     """
     slots, groups = in_groups(request.model, slots)
-    each = slots // groups
+    each, page_size = slots // groups, page_size_of(request.model)
     limits = sorted((request.limit(one.ids), len(one.ids)) for one in prompts)[-each:]
-    most = each * -(-request.model.max_length // PAGE_SIZE)
-    pages = lambda sizes: min(bucket(sum(-(-n // PAGE_SIZE) for n in sizes)), most)
+    most = each * -(-request.model.max_length // page_size)
+    pages = lambda sizes: min(bucket(sum(-(-n // page_size) for n in sizes)), most)
     count = request.sampling.logprobs
     return Scheduler(
         request.model,

@@ -29,6 +29,8 @@ _LOWEST = float(np.finfo(np.float32).min)
 _BYTES, _MOST_PAGES = 1 << 20, 8
 # The table is in the memory for scalars, which has 1 MiB.
 _MOST_ENTRIES = 1 << 17
+PAGE_SIZE = LANES
+"""The number of tokens of a page for which heads of any size, and the scales of int8 caches, are read in place."""
 # The index of the slopes among the operands after the keys.
 _SLOPES = 6
 
