@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UnknownArgumentError, UserInputError, some
+from .formats import format_in
 from .template.function_schema import function_schema
 from .template.render import ChatText, fields_of, render, rendered
 from .tokenizer.arguments import items_of
@@ -230,6 +231,27 @@ def _marked(content: Any) -> Any:
         return None
     i = places[-1]
     return [*content[:i], {**content[i], "text": content[i]["text"] + _END}, *content[i + 1 :]]
+
+
+def answer_format(
+    tokenizer: Any, *, tools: Any = None, chat_template: str | None = None, **options: Any
+) -> str | None:
+    """Return the name of the format in which a model writes calls of functions; None if it is not known.
+
+    Args:
+        tokenizer, tools, chat_template, options: arguments of :func:`apply_chat_template`. The marks in the template
+            tell the format; without a template, those among the tokenizer's special tokens.
+
+    Example:
+        >>> class Tiny:
+        ...     chat_templates = {"default": "<tool_call>{{ messages[0].tool_calls[0] | tojson }}</tool_call>"}
+        >>> answer_format(Tiny())
+        'hermes'
+    """
+    try:
+        return format_in(_template_source(tokenizer, chat_template, tools))
+    except UserInputError:
+        return format_in(" ".join(getattr(tokenizer, "special_ids", ())))
 
 
 def answer_message(answer: Any, tokenizer: Any, **options: Any) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """Answers taken apart: reasoning, content and calls of functions, in the forms that models write."""
 
+import random
+
 import pytest
 
 from maxjax.engine.generate.completion import Completion
+from maxjax.errors import UserInputError
 from maxjax.text.chat import answer_message
-from maxjax.text.reasoning import parts_of
+from maxjax.text.reasoning import AnswerParser, parts_of
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 ARGUMENTS = '{"city": "Oslo"}'
@@ -14,9 +17,9 @@ CHANNELS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt", "reasoning", "content", "calls"),
-    [
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {
+    "properties": {"city": {"type": "string"}}}}}]  # fmt: skip
+ANSWERS = [
         ("It is 7.\n", "", None, "It is 7.\n", ()),
         ("<think>\nAdd them.\n</think>\n\nIt is 7.", "", "Add them.", "It is 7.", ()),
         ("\nAdd them.</think>It is 7.", "<|assistant|><think>\n", "Add them.", "It is 7.", ()),
@@ -38,10 +41,56 @@ CHANNELS = (
         (f"[THINK]Look.[/THINK][TOOL_CALLS]weather[ARGS]{ARGUMENTS}", "", "Look.", "", (CALL,)),
         ("[TOOL_CALLS]weather[ARGS]{", "", None, "[TOOL_CALLS]weather[ARGS]{", ()),
         ("[TOOL_CALLS]" + "[" * 100_000, "", None, "[TOOL_CALLS]" + "[" * 100_000, ()),
-    ],
-)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "prompt", "reasoning", "content", "calls"), ANSWERS)
 def test_parts_of_an_answer(text, prompt, reasoning, content, calls):
     assert parts_of(text, prompt) == (reasoning, content, calls)
+
+
+def joined(pieces, *arguments):
+    """The deltas of an answer in pieces, each kind joined to its neighbours."""
+    parser, found = AnswerParser(*arguments), []
+    for delta in [one for piece in pieces for one in parser.push(piece)] + parser.flush():
+        if found and delta.kind != "call" and found[-1].kind == delta.kind:
+            delta = delta._replace(text=found.pop().text + delta.text)
+        found.append(delta)
+    return found
+
+
+def cuts(text, seed):
+    """Ways to cut a text: at every character, in two at every place, and at random places."""
+    yield list(text)
+    yield from ([text[:i], text[i:]] for i in range(len(text)))
+    draw = random.Random(seed)
+    for _ in range(8):
+        places = sorted(draw.choices(range(len(text) + 1), k=1 + len(text) // 8))
+        yield [text[i:j] for i, j in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("text", "prompt"), [one[:2] for one in ANSWERS if len(one[0]) < 1000])
+def test_pieces_have_the_deltas_of_the_whole(text, prompt):
+    whole = joined([text], None, prompt)
+    assert all(joined(pieces, None, prompt) == whole for pieces in cuts(text, 0))
+
+
+@pytest.mark.parametrize("prefix", ["", "<|python_tag|>", "I call it: "])
+def test_bare_json_is_a_call_only_of_a_function_of_the_request(prefix):
+    text = f'{prefix}{{"name": "weather", "parameters": {ARGUMENTS}}}'
+    other = text.replace("weather", "stock")
+    found = parts_of(text, format="llama3_json", tools=TOOLS)
+    assert (
+        found.tool_calls == (CALL,)
+        and found.content == prefix.replace("<|python_tag|>", "").strip()
+    )
+    for given, tools in [(text, None), (text, ()), (other, TOOLS)]:
+        assert parts_of(given, format="llama3_json", tools=tools) == (None, given, ())
+
+
+def test_unknown_formats_are_refused_with_the_list():
+    with pytest.raises(UserInputError, match=r"'herms' .* hermes, .*mistral"):
+        AnswerParser("herms")
 
 
 # As gpt-oss's: content with channels is refused, and "thinking" is what it calls the reasoning.

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from ...rendering.rendered import boxed
 from ...rendering.row import counted
 from ...rendering.transcript import paragraph
-from ...text.reasoning import MARKS, Parts, parts_of
+from ...text.formats import MARKS
+from ...text.reasoning import Parts, parts_of
 from ...text.stream import StopStrings, TextStream
 from .programs import DispatchTokens
 
