@@ -34,8 +34,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MOST_WORDS = 31_200
+MOST_WORDS = 31_600
 REASONS = {
+    "does not end",
     "makes an environment",
     "needs compilers for accelerators",
     "needs grain",

@@ -28,6 +28,7 @@ LAYERS = [
     "nn tree",  # modules, then layers
     "models",  # one file per architecture
     "text engine checkpoint lora interop",  # programs that run, and files they are kept in
+    "serving",  # the server
     "cli __main__ __init__",  # the command line
 ]
 JUNK_DRAWERS = {"utils.py", "common.py", "base.py", "helpers.py"}

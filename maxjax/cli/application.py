@@ -31,6 +31,7 @@ from .terminal import explain, stoppable
 COMMANDS = {
     "generate": ("generate.generate", "generate text with a language model"),
     "chat": ("chat.chat", "chat with a language model"),
+    "serve": ("serve.serve", "answer OpenAI's API on a port"),
     "bench": ("bench.bench", "measure the speed of a language model against its limit"),
     "eval": ("evaluate.evaluate", "measure the perplexity of a language model on a text"),
     "inspect": ("inspect.inspect", "list the tensors of a checkpoint; reads headers only"),

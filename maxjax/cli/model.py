@@ -49,15 +49,20 @@ _KEYWORDS = frozenset(
 _FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 
 
-def model_arguments(parser: argparse.ArgumentParser, *, generates: bool = True) -> None:
+def model_arguments(
+    parser: argparse.ArgumentParser, *, generates: bool = True, is_positional: bool = False
+) -> None:
     """Declares the options that choose the model and how it runs.
 
     Args:
         parser: the parser of a command.
         generates: whether the command generates text, with a KV cache.
+        is_positional: whether the model is an argument, and not an option.
     """
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="PATH", default=TINY,
+    place: dict[str, Any] = {"nargs": "?"} if is_positional else {}
+    group.add_argument("model" if is_positional else "--model", default=TINY,
+                       metavar="MODEL" if is_positional else "PATH", **place,
                        help="a directory, a GGUF file, or org/name on the Hugging Face hub"
                        " (default: tiny, a small model in the package)")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit on the hub")
@@ -115,12 +120,15 @@ class LoadedModel(NamedTuple):
     seconds: float
 
 
-def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> LoadedModel:
-    """Loads the language model that the options choose, and shows that on a terminal.
+def open_model(
+    options: argparse.Namespace, *, tokenizer: bool = True, generates: bool = True
+) -> LoadedModel:
+    """Loads the model that the options choose, and shows that on a terminal.
 
     Args:
         options: the parsed options of :func:`model_arguments`.
         tokenizer: whether a tokenizer is needed.
+        generates: whether it must be a language model.
 
     Raises:
         UserInputError: the model is not a language model or has no tokenizer, or the mesh needs
@@ -144,7 +152,8 @@ def open_model(options: argparse.Namespace, *, tokenizer: bool = True) -> Loaded
             options.model, dtype=options.dtype, mesh=grid, revision=options.revision,
             tokenizer=tokenizer, activations=options.activations,
         )  # fmt: skip
-    check_model(model)
+    if generates:
+        check_model(model)
     if tokenizer and found is None:
         raise UserInputError(
             f"{options.model} has no tokenizer: there is no tokenizer.json beside the weights, and"

@@ -168,7 +168,7 @@ class Engine:
         self,
         prompt: Any,
         *,
-        max_new_tokens: int | None = None,
+        max_new_tokens: float | None = None,
         stop: str | Sequence[str] | None = None,
         eos_ids: Sequence[int] | None = None,
         key: jax.Array | None = None,
@@ -176,6 +176,7 @@ class Engine:
         chat: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         skip_special_tokens: bool = True,
+        shows_marks: bool = False,
         priority: int = 0,
         salt: str | None = None,
         adapter: str | None = None,
@@ -189,7 +190,10 @@ class Engine:
         Args:
             prompt: text, the messages of a chat, or token ids.
             max_new_tokens, stop, eos_ids, sampling, chat, template_kwargs, skip_special_tokens, values: as for
-                :func:`maxjax.generate`. ``logprobs`` is at most 20.
+                :func:`maxjax.generate`. ``logprobs`` is at most 20. With ``max_new_tokens=math.inf`` an answer may be
+                as long as the context and the cache have room.
+            shows_marks: whether the pieces and the text have the tokens that mark the parts of an answer, such as
+                ``[THINK]``, where these are special tokens.
             key: random key. Without it, each prompt of the engine draws with another one.
             priority: prompts with a smaller number are started first, and keep their pages when there are too few.
             salt: only prompts with an equal one share pages, so that the time of an answer tells nobody whether others
@@ -214,7 +218,7 @@ class Engine:
             self._worker.scheduler.adapters.find(adapter)
         request = Request(
             self.model, self.tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,
-            skip_special_tokens,
+            skip_special_tokens, shows_marks,
         )  # fmt: skip
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
@@ -243,6 +247,8 @@ class Engine:
         return answer
 
     def _check_fits(self, prompt: Prompt, request: Request) -> None:
+        if request.fills and len(prompt.ids) < self._longest:
+            request.longest = min(request.longest, self._longest)
         if request.limit(prompt.ids) <= self._longest:
             return
         raise UserInputError(

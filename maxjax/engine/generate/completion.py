@@ -125,6 +125,7 @@ class PartialCompletion:
         prompt_text: the text that the prompt was encoded from.
         continues: whether the answer continues the text of the prompt, and is not a message of its own.
         skip_special: whether special tokens have no text.
+        shows_marks: whether the tokens that mark the parts of an answer, such as ``[THINK]``, have text all the same.
         logprobs: the number of most probable tokens that are reported beside each token; None: no log-probabilities.
         stops: the stop strings. Special tokens in them, which have no text, are found too: one that is
             a special token ends the answer at that token.
@@ -144,15 +145,17 @@ class PartialCompletion:
         prompt_text: str | None = None,
         continues: bool = False,
         skip_special: bool = True,
+        shows_marks: bool = False,
         logprobs: int | None = None,
     ):
         self._prompt, self._eos, self._prompt_text = prompt, frozenset(eos_ids), prompt_text
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._before, self._logprobs = prompt if continues else (), logprobs
-        self._marks = _special_tokens(tokenizer, stops) if skip_special else {}
         self._kept = [
             mark for mark in (tokenizer.special_ids if tokenizer else ()) if mark in MARKS
         ]
+        self._shown = self._kept if shows_marks else []
+        self._marks = _special_tokens(tokenizer, stops, self._shown) if skip_special else {}
         self._written = {_marked(s, self._marks): s for s in stops} if self._marks else {}
         self._stop_strings = [*self._written, *stops]  # a special token may also be spelt out
         self._most: int | None = None
@@ -162,8 +165,8 @@ class PartialCompletion:
         self._stream = self._marked_stream = None
         if self._tokenizer is not None:
             make = functools.partial(TextStream, self._tokenizer, before=self._before)
-            self._stream = make(skip_special=self._skip_special)
-            if self._kept or not self._skip_special:
+            self._stream = make(skip_special=self._skip_special, keep=self._shown)
+            if (self._kept and not self._shown) or not self._skip_special:
                 self._marked_stream = make(keep=self._kept)
         self._marked: list[str] = []
         self._decoded: list[str] = []  # also what follows a stop string
@@ -287,12 +290,15 @@ class _Special(NamedTuple):
     mark: str
 
 
-def _special_tokens(tokenizer: Any, stops: Sequence[str]) -> dict[int, _Special]:
-    """The special tokens that stop strings contain, by their ids; the longest first."""
+def _special_tokens(
+    tokenizer: Any, stops: Sequence[str], shown: Sequence[str]
+) -> dict[int, _Special]:
+    """The special tokens without text that stop strings contain, by their ids; the longest first."""
     if tokenizer is None or not stops:
         return {}
     joined = "\n".join(stops)
-    found = [(i, text) for text, i in tokenizer.special_ids.items() if text in joined]
+    special = tokenizer.special_ids.items()
+    found = [(i, text) for text, i in special if text in joined and text not in shown]
     found = sorted(found, key=lambda one: -len(one[1]))
     # No text of a tokenizer has lone surrogates.
     marks = (chr(i) for i in range(0xD800, 0xE000) if chr(i) not in joined)

@@ -45,13 +45,18 @@ class Prompt(NamedTuple):
 
 
 class Request:
-    """The checked arguments that all prompts of a call share."""
+    """The checked arguments that all prompts of a call share.
+
+    Attributes:
+        longest: largest number of tokens of a text.
+        fills: whether the answer may be as long as there is room, because nobody has said how long it is.
+    """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
-        max_new_tokens: int | None,
+        max_new_tokens: float | None,
         stop: str | Sequence[str] | None,
         eos_ids: Sequence[int] | None,
         sampling: Sampling | None,
@@ -59,6 +64,7 @@ class Request:
         chat: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         skip_special_tokens: bool = True,
+        shows_marks: bool = False,
     ):
         check_model(model)
         check_is_tokenizer(tokenizer)
@@ -68,7 +74,8 @@ class Request:
             defaults = GenerationDefaults(eos_ids=ends)
         self.model, self.tokenizer = model, tokenizer
         self.template_kwargs = _template_kwargs(template_kwargs, chat)
-        self._skip_special, self._has_warned = skip_special_tokens, False
+        self._skip_special, self._shows_marks = skip_special_tokens, shows_marks
+        self._has_warned = False
         self._chat = _is_chat(chat, tokenizer, self.template_kwargs)
         chosen = chosen_sampling(defaults, sampling, values)
         self.sampling = resolved(chosen, tokenizer, model.config.vocab_size)
@@ -91,6 +98,9 @@ class Request:
         if self.stops and tokenizer is None:
             raise UserInputError("stop= needs a tokenizer: without one there is no text to search")
         self.longest = model.max_length
+        self.fills = max_new_tokens in (None, math.inf)
+        if max_new_tokens == math.inf:
+            max_new_tokens = model.max_length
         if max_new_tokens is None:
             max_new_tokens = defaults.max_new_tokens
             if max_new_tokens is None and defaults.max_length is not None:
@@ -168,7 +178,8 @@ class Request:
         continues = not prompt.is_chat or bool(self.template_kwargs.get("continue_final_message"))
         return PartialCompletion(
             self.tokenizer, prompt.ids, self.eos_ids, self.stops, prompt_text=prompt.text,
-            continues=continues, skip_special=self._skip_special, logprobs=self.sampling.logprobs,
+            continues=continues, skip_special=self._skip_special, shows_marks=self._shows_marks,
+            logprobs=self.sampling.logprobs,
         )  # fmt: skip
 
     def batch(

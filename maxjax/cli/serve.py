@@ -1,0 +1,155 @@
+"""``maxjax serve``: answers OpenAI's API on a port."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import UserInputError, printable
+from ..progress import last_part
+from .model import model_arguments, open_model
+from .options import adapter, file_path, positive, size, text
+
+
+def serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    model_arguments(parser, is_positional=True)
+    group = parser.add_argument_group("answers")
+    group.add_argument("--slots", type=positive, default=32, metavar="N",
+                       help="answers that are written at once (default: 32)")  # fmt: skip
+    group.add_argument("--cache", type=size, metavar="SIZE",
+                       help="size of the cache on each device, as 8GiB (default: 2,048 tokens a slot)")  # fmt: skip
+    group.add_argument("--adapter", action="append", type=adapter, default=[], metavar="NAME=FOLDER",
+                       help="a LoRA adapter, which requests name as their model; may be repeated")  # fmt: skip
+    group.add_argument("--speculation", choices=["lookup"],
+                       help="guess tokens from the text itself: summaries come faster")  # fmt: skip
+    group.add_argument("--tool-call-parser", metavar="FORMAT",
+                       help="format of calls of functions, such as hermes (default: the chat template's)")  # fmt: skip
+    group.add_argument("--exact", action="store_true",
+                       help="the same bits whatever else runs; slower")  # fmt: skip
+    group.add_argument("--no-compile", action="store_true",
+                       help="compile programs when a request needs them, not before the server is ready")  # fmt: skip
+    group = parser.add_argument_group("clients")
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
+                       help="address to listen on; 0.0.0.0 for all (default: 127.0.0.1)")  # fmt: skip
+    group.add_argument("--port", type=_port, default=8000, metavar="N",
+                       help="port to listen on; 0 for a free one (default: 8000)")  # fmt: skip
+    group.add_argument("--name", type=text, metavar="NAME",
+                       help="name of the model in requests (default: the last part of MODEL)")  # fmt: skip
+    group.add_argument("--api-key", type=file_path, metavar="FILE",
+                       help="a file with a key on each line, of which a client must send one")  # fmt: skip
+    group.add_argument("--shared-prefixes", action="store_true",
+                       help="clients with different keys share what the cache has of equal beginnings")  # fmt: skip
+    group.add_argument("--allow-origin", action="append", type=text, default=[], metavar="URL",
+                       help="an origin of web pages that may ask; may be repeated")  # fmt: skip
+    group.add_argument("--waiting", type=positive, default=1024, metavar="N",
+                       help="answers that may wait; more are refused with status 429 (default: 1024)")  # fmt: skip
+    group.add_argument("--timeout", type=positive, default=600, metavar="S",
+                       help="longest time of an answer in seconds (default: 600)")  # fmt: skip
+    group.add_argument("--drain", type=positive, default=30, metavar="S",
+                       help="seconds in which answers may end after SIGTERM or Ctrl-C (default: 30)")  # fmt: skip
+    group.add_argument("--log-requests", action="store_true",
+                       help="print a JSON line for each request on stderr; never prompts or answers")  # fmt: skip
+
+
+def serve(options: argparse.Namespace) -> Iterable[str]:
+    """Answers OpenAI's API with MODEL, until SIGTERM or Ctrl-C.
+
+    /health answers at once, /ready when the model is loaded and its programs are compiled.
+    """
+    try:
+        from ..serving.app import application
+        from ..serving.run import run
+        from ..serving.server import Limits, Server
+    except ImportError as error:
+        raise UserInputError(
+            f"maxjax serve needs packages that are not installed ({error.name}): pip install maxjax[serve]"
+        ) from None
+    keys = _keys(options)
+    if options.log_requests:
+        _log_to_stderr("maxjax.access", "%(message)s")
+    _log_to_stderr("maxjax", "maxjax: %(message)s")
+    server = Server(
+        options.name or last_part(options.model), keys, options.shared_prefixes,
+        Limits(seconds=options.timeout, waiting=options.waiting), options.tool_call_parser,
+    )  # fmt: skip
+    loading = threading.Thread(target=_load, args=(options, server), daemon=True)
+
+    def started(host: str, port: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        print(f"listening on http://{shown}:{port}", flush=True)
+        loading.start()
+
+    run(
+        application(server, options.allow_origin),
+        server,
+        options.host,
+        options.port,
+        options.drain,
+        started,
+    )
+    if server.engine is not None:
+        server.engine.close()
+    if server.error is not None:
+        raise server.error
+    return []
+
+
+def _load(options: argparse.Namespace, server: Any) -> None:
+    """Loads the model, compiles its programs, and ends the server if that fails."""
+    try:
+        model, tokenizer, engine = _opened(options)
+        server.serve(model, tokenizer, engine)
+        if engine is not None and not options.no_compile:
+            engine.compile()
+        server.is_ready = True
+        print(f"{printable(server.name)} is ready", flush=True)
+    except BaseException as error:
+        server.fail(error)
+
+
+def _opened(options: argparse.Namespace) -> tuple[Any, Any, Any]:
+    from ..engine.batching.engine import Engine
+    from ..models import LanguageModel
+
+    opened = open_model(options, generates=False)
+    if not isinstance(opened.model, LanguageModel):
+        return opened.model, opened.tokenizer, None
+    engine = Engine(
+        opened.model, opened.tokenizer, slots=options.slots, cache_bytes=options.cache, chunk=options.chunk,
+        cache_dtype=options.cache_dtype, exact=options.exact, speculation=options.speculation,
+        adapters=dict(options.adapter),
+    )  # fmt: skip
+    return opened.model, opened.tokenizer, engine
+
+
+def _keys(options: argparse.Namespace) -> list[str]:
+    if options.api_key is None:
+        return []
+    try:
+        lines = options.api_key.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserInputError(f"{options.api_key}: {error}") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise UserInputError(f"{options.api_key} has no key: write one on each line")
+    return keys
+
+
+def _log_to_stderr(name: str, form: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(form))
+    log = logging.getLogger(name)
+    log.addHandler(handler)
+    log.propagate = False
+    if name == "maxjax.access":
+        log.setLevel(logging.INFO)
+
+
+def _port(found: str) -> int:
+    from .options import integer
+
+    return integer(0, 65535)(found)

@@ -1,0 +1,55 @@
+"""What a client can ask about the model: ``/v1/models``, ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ..text.chat import apply_chat_template
+from .asked import Asked
+from .errors import RequestError, checking
+from .fields import DetokenizeRequest, TokenizeRequest, decoded
+from .messages import chat_of, tools_of
+
+
+def models(asked: Asked) -> dict[str, Any]:
+    """The model, and its adapters."""
+    server = asked.server
+    length = getattr(server.model, "max_length", None)
+    of = lambda name, root: {
+        "id": name, "object": "model", "created": 0, "owned_by": "maxjax", "root": root,
+        "parent": root if name != root else None, "max_model_len": length,
+    }  # fmt: skip
+    names = () if server.engine is None else server.engine.adapters
+    return {"object": "list", "data": [of(name, server.name) for name in (server.name, *names)]}
+
+
+async def tokenize(asked: Asked) -> dict[str, Any]:
+    """The token ids of a text, or of a chat as the template formats it."""
+    body, tokenizer = decoded(asked.body, TokenizeRequest), asked.server.tokenizer
+    if body.model is not None:
+        asked.server.adapter(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError(400, "the body must have either prompt or messages")
+    if body.messages is None:
+        ids = await asyncio.to_thread(
+            tokenizer.encode, body.prompt, special=body.add_special_tokens
+        )
+    else:
+        chat = chat_of(body.messages, tokenizer)
+        options = dict(body.chat_template_kwargs or {})
+        if body.tools:
+            options["tools"] = tools_of(body.tools)
+        make = lambda: apply_chat_template(
+            tokenizer, chat, add_generation_prompt=body.add_generation_prompt, **options
+        )
+        with checking():
+            ids = tokenizer.encode(await asyncio.to_thread(make), special=False)
+    length = getattr(asked.server.model, "max_length", None)
+    return {"count": len(ids), "max_model_len": length, "tokens": ids}
+
+
+def detokenize(asked: Asked) -> dict[str, Any]:
+    """The text of token ids."""
+    body = decoded(asked.body, DetokenizeRequest)
+    return {"prompt": asked.server.tokenizer.decode(body.tokens, skip_special=False)}

@@ -1,0 +1,155 @@
+"""Gives the prompts of a request to the engine, and takes their answers back when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jax
+import msgspec
+
+from ..engine.batching.answer import PendingAnswer
+from .asked import Asked
+from .errors import RequestError, checking
+from .fields import Answering, Structured
+
+# Fields that are settings of Sampling under the same name.
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias",
+)  # fmt: skip
+
+
+def settings_of(asked: Asked, body: Answering) -> dict[str, Any]:
+    """The arguments of :meth:`maxjax.Engine.submit` for the fields that all answers have."""
+    found = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    if found.get("top_k") == -1:  # vLLM's word for "off"
+        found["top_k"] = 0
+    if body.min_tokens:
+        found["min_new_tokens"] = body.min_tokens
+    if body.ignore_eos:
+        found["eos_ids"] = ()
+    elif body.stop_token_ids:
+        found["eos_ids"] = (*asked.server.eos_ids, *body.stop_token_ids)
+    if body.stop is not None:
+        found["stop"] = body.stop
+    found |= {
+        "max_new_tokens": body.max_tokens or math.inf,
+        "skip_special_tokens": body.skip_special_tokens,
+        "priority": body.priority,
+        "salt": asked.server.salt(asked.client, body.cache_salt),
+        "adapter": asked.server.adapter(body.model),
+    }
+    return found | _structured(body.structured_outputs)
+
+
+def _structured(wanted: Structured | None) -> dict[str, Any]:
+    given = {} if wanted is None else msgspec.structs.asdict(wanted)
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return {}
+    if len(given) > 1:
+        raise RequestError(
+            400, f"structured_outputs has {' and '.join(given)}: it must have one of them",
+            param="structured_outputs",
+        )  # fmt: skip
+    (name, value), *_ = given.items()
+    if name == "choice":
+        return {"grammar": _choices(value)}
+    return {"schema" if name == "json" else name: value}
+
+
+def _choices(texts: Sequence[str]) -> str:
+    """The Lark grammar of one of these texts."""
+    return "start: " + " | ".join(msgspec.json.encode(text).decode() for text in texts)
+
+
+@asynccontextmanager
+async def answers(
+    asked: Asked, prompts: Sequence[Any], body: Answering, settings: Mapping[str, Any]
+) -> AsyncIterator[list[PendingAnswer]]:
+    """``n`` answers to each prompt while the engine writes them; afterwards those that have not ended are cancelled."""
+    count = len(prompts) * body.n
+    pending: list[PendingAnswer] = []
+    is_over = False
+
+    def submit() -> None:
+        seed = secrets.randbits(63) if body.seed is None else body.seed % 2**63
+        for i in range(count):
+            if is_over:
+                break
+            key = jax.random.key(seed) if i == 0 else jax.random.fold_in(jax.random.key(seed), i)
+            with checking():
+                one = asked.engine.submit(prompts[i // body.n], key=key, **settings)
+            pending.append(one)
+
+    async with asked.server.admission.place(asked.client, count, body.priority):
+        submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+        try:
+            await asyncio.shield(submitting)
+            yield pending
+        finally:
+            is_over = True
+            if not submitting.done():  # the thread goes on: what it has begun is cancelled too
+                submitting.add_done_callback(lambda _: _cancel(pending))
+            _cancel(pending)
+
+
+def _cancel(pending: Sequence[PendingAnswer]) -> None:
+    for one in pending:
+        if not one.is_done:
+            one.cancel()
+
+
+async def pieces_of(
+    asked: Asked, pending: Sequence[PendingAnswer]
+) -> AsyncIterator[tuple[int, str | None]]:
+    """The pieces of several answers as they come, each with the number of its answer; None at the end of one."""
+    if len(pending) == 1:
+        async for piece in pending[0]:
+            asked.has_begun()
+            yield 0, piece
+        yield 0, None
+        return
+    coming: asyncio.Queue[tuple[int, str | None, Exception | None]] = asyncio.Queue()
+
+    async def follow(i: int, one: PendingAnswer) -> None:
+        try:
+            async for piece in one:
+                coming.put_nowait((i, piece, None))
+            coming.put_nowait((i, None, None))
+        except Exception as error:
+            coming.put_nowait((i, None, error))
+
+    tasks = [asyncio.ensure_future(follow(i, one)) for i, one in enumerate(pending)]
+    try:
+        left = len(tasks)
+        while left:
+            i, piece, error = await coming.get()
+            if error is not None:
+                raise error
+            asked.has_begun()
+            left -= piece is None
+            yield i, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def completions_of(asked: Asked, pending: Sequence[PendingAnswer]) -> list[Any]:
+    """The answers when all have ended."""
+    found = [await one for one in pending]
+    asked.has_begun()
+    return found
+
+
+def usage_of(asked: Asked, completions: Sequence[Any], n: int) -> dict[str, int]:
+    """The numbers of tokens, in the form of OpenAI's API; a prompt with several answers counts once."""
+    prompt = sum(len(one.prompt_tokens) for one in completions[::n])
+    written = sum(len(one.tokens) for one in completions)
+    asked.usage = {"prompt_tokens": prompt, "completion_tokens": written}
+    return {**asked.usage, "total_tokens": prompt + written}

@@ -1,0 +1,231 @@
+"""The application: its routes, and what happens to every request.
+
+A request is checked (key, size, fields), waits for its turn (``admission.py``), and is answered, whole or as events.
+It ends early when the client goes or its time is over; then its answers are cancelled, and their slots are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from . import about, chat, responses, text, vectors
+from .asked import Asked
+from .errors import RequestError, error_of
+from .http import (
+    ClientGoneError,
+    Receive,
+    Send,
+    event,
+    headers_of,
+    read_body,
+    send_bytes,
+    send_events,
+    send_json,
+    until_gone,
+)
+from .server import DEFAULT_LIMITS, Limits, Server
+
+_LOG = logging.getLogger("maxjax.serving")
+_ACCESS = logging.getLogger("maxjax.access")
+
+Answer = dict[str, Any] | AsyncGenerator[bytes]
+_ROUTES: dict[str, Callable[[Asked], Awaitable[Answer] | Answer]] = {
+    "POST /v1/chat/completions": chat.chat,
+    "POST /v1/completions": text.complete,
+    "POST /v1/responses": responses.respond,
+    "POST /v1/embeddings": vectors.embeddings,
+    "POST /v1/rerank": vectors.rerank,
+    "GET /v1/models": about.models,
+    "POST /tokenize": about.tokenize,
+    "POST /detokenize": about.detokenize,
+}
+# With the names that clients of others send.
+_ALIASES = {"/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank"}
+
+
+def app(
+    engine: Any, *, name: str | None = None, keys: Sequence[str] = (), shares_prefixes: bool = False,
+    origins: Sequence[str] = (), limits: Limits = DEFAULT_LIMITS, format: str | None = None,
+) -> Starlette:  # fmt: skip
+    """An ASGI application that answers OpenAI's API with an engine.
+
+    It can be mounted in another one. ``maxjax serve`` runs it on a port.
+
+    Args:
+        engine: a :class:`maxjax.Engine` with a tokenizer.
+        name: name of the model, as requests say it; by default the name of its class.
+        keys: API keys, of which a client must send one; none: everybody may ask.
+        shares_prefixes: whether clients with different keys share what the cache has of prompts that begin alike. The
+            time of an answer then tells a client whether another one has sent the same beginning.
+        origins: the origins of pages in browsers that may ask (CORS); none by default.
+        limits: what a client may ask for.
+        format: the format in which the model writes calls of functions, by vLLM's names (``"hermes"``); by default that
+            of its chat template.
+
+    Example:
+        >>> import maxjax
+        >>> from starlette.testclient import TestClient
+        >>> with maxjax.Engine(*maxjax.load("tiny"), slots=2) as engine:
+        ...     client = TestClient(app(engine, name="tiny"))
+        ...     body = {"model": "tiny", "messages": [{"role": "user", "content": "What is 2 + 3?"}]}
+        ...     client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        '2 + 3 = 5'
+    """
+    server = Server(name or type(engine.model).__name__, keys, shares_prefixes, limits, format)
+    server.serve(engine.model, engine.tokenizer, engine)
+    server.is_ready = True
+    return application(server, origins)
+
+
+def application(server: Server, origins: Sequence[str] = ()) -> Starlette:
+    """The ASGI application of a server, whose model may come later."""
+    routes = [
+        Route("/health", _Status(lambda: True)),
+        Route("/ready", _Status(lambda: server.is_ready and not server.is_ending, server)),
+        Route("/metrics", _Metrics(server)),
+    ]
+    for line, answer in _ROUTES.items():
+        method, path = line.split()
+        for one in (path, *(alias for alias, of in _ALIASES.items() if of == path)):
+            routes.append(Route(one, _Endpoint(server, method, answer), methods=[method]))
+    cors = Middleware(
+        CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type"],
+    )  # fmt: skip
+    handlers: Any = {404: _not_found, 405: _wrong_method}
+    return Starlette(
+        routes=routes, middleware=[cors] if origins else [], exception_handlers=handlers
+    )
+
+
+class _Endpoint:
+    """Answers the requests to one path."""
+
+    def __init__(self, server: Server, method: str, answer: Callable[[Asked], Any]):
+        self._server, self._method, self._answer = server, method, answer
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        asked = Asked(self._server, "")
+        sent = _Sent(send)
+        try:
+            await self._serve(asked, scope, receive, sent)
+        except ClientGoneError:
+            asked.status = 499  # as nginx has it: there is nobody to tell
+        except asyncio.CancelledError:
+            if not self._server.is_ending:
+                raise
+            await self._tell(asked, self._server.unavailable(), sent)
+        except Exception as error:
+            told = error_of(error)
+            if told.status == 500:
+                _LOG.error("a request has failed", exc_info=error)
+            await self._tell(asked, told, sent)
+        finally:
+            self._log(asked, scope)
+
+    async def _tell(self, asked: Asked, error: RequestError, sent: _Sent) -> None:
+        asked.status = error.status
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._server.limits.read_seconds):
+                if sent.has_started:  # the status has been sent: the error comes as the last event
+                    await sent({"type": "http.response.body", "body": event(error.body())})
+                else:
+                    await send_json(sent, error.body(), error.status, error.headers)
+
+    async def _serve(self, asked: Asked, scope: Any, receive: Receive, send: Send) -> None:
+        server, limits, headers = self._server, self._server.limits, headers_of(scope)
+        asked.client = server.client_of(headers, (scope.get("client") or ("",))[0])
+        if server.is_ending or not server.is_ready:
+            raise server.unavailable()
+        if self._method == "POST":
+            asked.body = await read_body(headers, receive, limits.body_bytes, limits.body_seconds)
+
+        async def work() -> None:
+            found = self._answer(asked)
+            found = await found if isinstance(found, Awaitable) else found
+            if isinstance(found, dict):
+                await send_json(send, found)
+            else:
+                async with aclosing(found) as events:
+                    await send_events(send, events, limits.read_seconds)
+
+        try:
+            async with asyncio.timeout(limits.seconds):
+                await until_gone(receive, work())
+        except TimeoutError:
+            raise RequestError(
+                504, f"the answer has not ended within {limits.seconds:g} seconds"
+            ) from None
+
+    def _log(self, asked: Asked, scope: Any) -> None:
+        seconds = time.perf_counter() - asked.began
+        self._server.metrics.requests.labels(scope["path"], str(asked.status)).inc()
+        self._server.metrics.whole.observe(seconds)
+        if _ACCESS.isEnabledFor(logging.INFO):
+            line = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": asked.client[:16],
+                "method": scope["method"], "path": scope["path"], "status": asked.status,
+                "seconds": round(seconds, 4), **asked.usage,
+            }  # fmt: skip
+            _ACCESS.info("%s", json.dumps(line))
+
+
+class _Sent:
+    """The ASGI function ``send`` that knows whether the response has begun."""
+
+    def __init__(self, send: Send):
+        self._send, self.has_started = send, False
+
+    async def __call__(self, message: Any) -> None:
+        self.has_started = True
+        await self._send(message)
+
+
+class _Status:
+    """Says whether something is so: 200 or 503."""
+
+    def __init__(self, is_so: Callable[[], bool], server: Server | None = None):
+        self._is_so, self._server = is_so, server
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        is_so = self._is_so()
+        body: dict[str, Any] = {"status": "ok" if is_so else "not ready"}
+        if self._server is not None and self._server.error is not None:
+            body["status"] = "failed"
+        await send_json(send, body, 200 if is_so else 503)
+
+
+class _Metrics:
+    """The numbers for Prometheus."""
+
+    def __init__(self, server: Server):
+        self._server = server
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        data = await asyncio.to_thread(self._server.metrics.text)
+        await send_bytes(send, data, "text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _not_found(request: Any, error: Any) -> Any:
+    return _plain(RequestError(404, "there is no such path", code="unknown_url"))
+
+
+async def _wrong_method(request: Any, error: Any) -> Any:
+    return _plain(RequestError(405, f"this path does not take {request.method}"))
+
+
+def _plain(error: RequestError) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(error.body(), error.status, error.headers)

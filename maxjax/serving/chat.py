@@ -1,0 +1,311 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from ..text.calls import json_of
+from ..text.reasoning import AnswerParser
+from .answers import answers, completions_of, pieces_of, settings_of, usage_of
+from .asked import Asked
+from .errors import RequestError
+from .fields import ChatRequest, ToolChoice, decoded
+from .http import event
+from .logprobs import chat_logprobs
+from .messages import chat_of, tools_of
+
+
+async def chat(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
+    """Answers a chat, whole or as events."""
+    body = decoded(asked.body, ChatRequest)
+    request = Chat(asked, body)
+    form = _Form(asked, body)
+    return form.events(request) if body.stream else await form.whole(request)
+
+
+class Chat:
+    """A chat that is answered, for any API.
+
+    Args:
+        asked: the request.
+        body: its body, as this API has it.
+    """
+
+    def __init__(self, asked: Asked, body: ChatRequest):
+        asked.server.check_writes()
+        self._asked, self._body = asked, body
+        self._chat = chat_of(body.messages, asked.server.tokenizer)
+        self._tools = tools_of(body.tools)
+        self._forced = _forced(body, self._tools)
+        self._settings = self._arguments()
+
+    def _arguments(self) -> dict[str, Any]:
+        body, found = self._body, settings_of(self._asked, self._body)
+        if body.max_completion_tokens is not None:
+            found["max_new_tokens"] = body.max_completion_tokens
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        if body.logprobs:
+            found["logprobs"] = body.top_logprobs or 0
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        if self._tools and body.tool_choice != "none":
+            variables["tools"] = self._tools
+        if not body.add_generation_prompt:
+            variables["add_generation_prompt"] = False
+        if body.continue_final_message:
+            variables["continue_final_message"] = True
+        found |= {"chat": True, "template_kwargs": variables, "shows_marks": True}
+        schema = _schema(body)
+        if self._forced is not None:
+            if schema is not None:
+                raise RequestError(
+                    400, "response_format and a tool_choice that forces a call exclude each other"
+                )
+            schema = self._forced.schema
+        if schema is not None:
+            if body.structured_outputs is not None:
+                raise RequestError(
+                    400, "structured_outputs excludes response_format and a forced tool_choice"
+                )
+            found["schema"] = schema
+        return found
+
+    def _parts(self, completion: Any) -> Parts:
+        if self._forced is not None:
+            return Parts(self._forced, None)
+        # Without tools an answer that looks like a call is a text.
+        tools = self._settings["template_kwargs"].get("tools", ())
+        return Parts(None, AnswerParser(self._asked.server.format, completion.prompt or "", tools))
+
+    async def whole(self) -> list[tuple[Any, Parts]]:
+        """The completions when all have ended, and their parts."""
+        async with answers(self._asked, [self._chat], self._body, self._settings) as pending:
+            completions = await completions_of(self._asked, pending)
+        found = []
+        for one in completions:
+            parts = self._parts(one)
+            parts.push(str(one))
+            parts.end()
+            found.append((one, parts))
+        return found
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, list[Delta], Any, Parts]]:
+        """As answers are written: the number of an answer, what has come, its completion so far, and its parts.
+
+        The end of an answer is told by ``parts.has_ended``.
+        """
+        async with answers(self._asked, [self._chat], self._body, self._settings) as pending:
+            parts: dict[int, Parts] = {}
+            async for i, piece in pieces_of(self._asked, pending):
+                completion = pending[i].completion
+                if i not in parts:
+                    parts[i] = self._parts(completion)
+                found = parts[i].end() if piece is None else parts[i].push(piece)
+                yield i, found, completion, parts[i]
+
+
+class _Form:
+    """The form of ``/v1/chat/completions``."""
+
+    def __init__(self, asked: Asked, body: ChatRequest):
+        self._asked, self._body = asked, body
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model,
+        }  # fmt: skip
+
+    async def whole(self, chat: Chat) -> dict[str, Any]:
+        """The answers when all have ended."""
+        found = await chat.whole()
+        choices = [self._choice(i, *one) for i, one in enumerate(found)]
+        usage = usage_of(self._asked, [one for one, _ in found], self._body.n)
+        return {"object": "chat.completion", **self._head, "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, completion: Any, parts: Parts) -> dict[str, Any]:
+        content = None if parts.calls and not parts.content else parts.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message["tool_calls"] = [_call(call) for call in parts.calls]
+        return {
+            "index": index, "message": message, "logprobs": self._logprobs(completion.logprobs),
+            "finish_reason": parts.finish_reason(completion),
+        }  # fmt: skip
+
+    async def events(self, chat: Chat) -> AsyncGenerator[bytes]:
+        """The answers as they are written."""
+        ended: dict[int, Any] = {}
+        shown: dict[int, int] = {}
+        async with aclosing(chat.deltas()) as deltas:
+            async for i, found, completion, parts in deltas:
+                if i not in shown:
+                    shown[i] = 0
+                    yield self._event(i, {"role": "assistant", "content": "", "refusal": None})
+                new = (completion.logprobs or ())[shown[i] :]
+                shown[i] += len(new)
+                logprobs = self._logprobs(new or None)
+                for delta in [_fields(one) for one in found] or ([{}] if logprobs else []):
+                    yield self._event(i, delta, logprobs=logprobs)
+                    logprobs = None
+                if parts.has_ended:
+                    ended[i] = completion
+                    yield self._event(i, {}, parts.finish_reason(completion))
+        usage = usage_of(self._asked, [*ended.values()], self._body.n)
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            chunk = {"object": "chat.completion.chunk", **self._head, "choices": [], "usage": usage}
+            yield event(chunk)
+        yield event("[DONE]")
+
+    def _event(
+        self, index: int, delta: Mapping[str, Any], reason: str | None = None, logprobs: Any = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({"object": "chat.completion.chunk", **self._head, "choices": [choice]})
+
+    def _logprobs(self, found: Any) -> dict[str, Any] | None:
+        return None if found is None else chat_logprobs(self._asked.server.tokenizer, found)
+
+
+def _fields(delta: Delta) -> dict[str, Any]:
+    """A delta as this API has it."""
+    if isinstance(delta, Call):
+        return {"tool_calls": [{"index": delta.index, **_call(delta)}]}
+    kind = "reasoning_content" if delta.is_reasoning else "content"
+    return {kind: delta.text}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+class _Forced(msgspec.Struct):
+    """The call that an answer must be: the name of its function, None for any, and the schema that it matches."""
+
+    name: str | None
+    schema: dict[str, Any]
+
+
+def _forced(body: ChatRequest, tools: Sequence[dict[str, Any]]) -> _Forced | None:
+    """What ``tool_choice`` forces; None if the model decides."""
+    choice = body.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return None
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if not functions:
+        raise RequestError(400, "tool_choice needs tools", param="tool_choice")
+    parameters = lambda name: functions[name].get("parameters") or {"type": "object"}
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        if name not in functions:
+            raise RequestError(
+                400, f"tool_choice names {name[:80]!r}, which is none of the tools", param="tool_choice"
+            )  # fmt: skip
+        return _Forced(name, parameters(name))
+    one = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": parameters(name)},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name in functions
+    ]
+    return _Forced(None, {"type": "array", "minItems": 1, "items": {"anyOf": one}})
+
+
+def _schema(body: ChatRequest) -> dict[str, Any] | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None:
+        raise RequestError(400, "response_format.json_schema is missing", param="response_format")
+    return wanted.json_schema.schema or {"type": "object"}
+
+
+class Text(msgspec.Struct):
+    """A piece of text of an answer."""
+
+    text: str
+    is_reasoning: bool = False
+
+
+class Call(msgspec.Struct):
+    """A call of a function: its number among those of the answer, and its arguments as JSON."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+Delta = Text | Call
+
+
+class Parts:
+    """The parts of an answer, and the deltas that they come in.
+
+    Attributes:
+        content, reasoning: the texts so far.
+        calls: the calls so far.
+        has_ended: whether the text has ended.
+    """
+
+    def __init__(self, forced: _Forced | None, parser: AnswerParser | None):
+        self._forced, self._parser, self._text = forced, parser, ""
+        self.content = self.reasoning = ""
+        self.calls: list[Call] = []
+        self.has_ended = False
+
+    def push(self, piece: str) -> list[Delta]:
+        """The deltas that a piece of text makes."""
+        if self._parser is None:  # a forced call is told when it is whole
+            self._text += piece
+            return []
+        return [self._delta(one) for one in self._parser.push(piece)]
+
+    def end(self) -> list[Delta]:
+        """The deltas at the end of the text."""
+        self.has_ended = True
+        if self._parser is not None:
+            return [self._delta(one) for one in self._parser.flush()]
+        assert self._forced is not None
+        try:
+            found = msgspec.json.decode(self._text)
+        except msgspec.DecodeError:  # it was cut
+            self.content = self._text
+            return [Text(self._text)]
+        if self._forced.name is not None:
+            return [self._call(self._forced.name, self._text)]
+        return [self._call(one["name"], json_of(one["arguments"])) for one in found]
+
+    def _delta(self, one: Any) -> Delta:
+        if one.kind == "call":
+            return self._call(one.name, one.text, one.id)
+        if one.kind == "reasoning":
+            self.reasoning += one.text
+        else:
+            self.content += one.text
+        return Text(one.text, one.kind == "reasoning")
+
+    def _call(self, name: str, arguments: str, given: str | None = None) -> Call:
+        call = Call(len(self.calls), given or f"call_{uuid.uuid4().hex[:24]}", name, arguments)
+        self.calls.append(call)
+        return call
+
+    def finish_reason(self, completion: Any) -> str:
+        """Why the answer has ended."""
+        if self.calls and not (self._forced and self._forced.name):
+            return "tool_calls"
+        return completion.finish_reason

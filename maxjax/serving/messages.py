@@ -1,0 +1,72 @@
+"""Messages and tools of OpenAI's API, as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from .errors import RequestError, unsupported
+from .fields import Message, Tool
+
+# Types of parts that are texts, and the field that has the text.
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def chat_of(messages: Sequence[Message], tokenizer: Any) -> list[dict[str, Any]]:
+    """The messages for a chat template; texts in parts are joined by line breaks, as in vLLM."""
+    if tokenizer is None:
+        raise RequestError(400, "this model has no tokenizer, so it takes token ids alone")
+    sources = "".join(getattr(tokenizer, "chat_templates", {}).values())
+    return [_message(i, one, "developer" in sources) for i, one in enumerate(messages)]
+
+
+def _message(index: int, message: Message, knows_developer: bool) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls and message.role != "assistant":
+        place = f"messages[{index}].content"
+        raise RequestError(400, f"{place} is missing", param=place)
+    role = message.role
+    if role == "developer" and not knows_developer:
+        role = "system"
+    found: dict[str, Any] = {
+        "role": role,
+        "content": _text(message.content, f"messages[{index}].content"),
+    }
+    if found["content"] is None and message.refusal:
+        found["content"] = message.refusal
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            found[name] = value
+    if (thought := message.reasoning_content or message.reasoning) is not None:
+        found["reasoning_content"] = thought
+    if message.tool_calls:
+        found["tool_calls"] = [msgspec.to_builtins(one) for one in message.tool_calls]
+    return found
+
+
+def _text(content: str | list[dict[str, Any]] | None, place: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    return "\n".join(_of_part(part, f"{place}[{i}]") for i, part in enumerate(content))
+
+
+def _of_part(part: dict[str, Any], place: str) -> str:
+    kind = part.get("type")
+    name = _PARTS.get(kind) if isinstance(kind, str) else None
+    if name is None:
+        raise unsupported(place, f"{place}: a part of type {kind!r}"[:120])
+    if not isinstance(text := part.get(name), str):
+        raise RequestError(400, f"{place}.{name} must be a text", param=place)
+    return text
+
+
+def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """The functions for a chat template."""
+    found = []
+    for tool in tools or ():
+        function = msgspec.to_builtins(tool.function)
+        kept = {name: value for name, value in function.items() if value is not None}
+        kept.pop("strict", None)
+        found.append({"type": "function", "function": kept})
+    return found

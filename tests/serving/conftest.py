@@ -1,0 +1,104 @@
+"""A server over the tiny model, and one whose answers are given."""
+
+import asyncio
+import threading
+
+import pytest
+from starlette.testclient import TestClient
+
+import maxjax
+from maxjax.engine.generate.completion import Completion
+from maxjax.serving.app import app, application
+from maxjax.serving.server import Server
+
+QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return maxjax.load("tiny")
+
+
+@pytest.fixture(scope="session")
+def engine(tiny):
+    with maxjax.Engine(*tiny, slots=4) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def client(engine):
+    return TestClient(app(engine, name="tiny"))
+
+
+def ask(client, path="/v1/chat/completions", **fields):
+    if path == "/v1/chat/completions":
+        fields = {"messages": QUESTION, **fields}
+    return client.post(path, json={"model": "tiny", **fields})
+
+
+def events(response):
+    """The data of server-sent events, the end mark included."""
+    lines = [line for line in response.text.splitlines() if line.startswith("data: ")]
+    return [line.removeprefix("data: ") for line in lines]
+
+
+class GivenAnswer:
+    """A PendingAnswer whose text is given, in pieces of ``size`` characters."""
+
+    def __init__(self, text, size, waits):
+        self._pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        self._text, self._waits, self.is_done, self.is_cancelled = text, waits, False, False
+
+    @property
+    def completion(self):
+        return Completion(
+            self._text, tokens=[1, 2], finish_reason="stop", prompt_tokens=[3], prompt=""
+        )
+
+    def cancel(self):
+        self.is_cancelled = True
+
+    async def __aiter__(self):
+        for piece in self._pieces:
+            yield piece
+        while self._waits and not self.is_cancelled:
+            await asyncio.sleep(0.01)
+        self.is_done = True
+
+    def __await__(self):
+        async def end():
+            async for _ in self:
+                pass
+            return self.completion
+
+        return end().__await__()
+
+
+class GivenEngine:
+    """An engine that answers every prompt with a given text."""
+
+    slots, adapters = 4, ("small",)
+
+    def __init__(self, text, size=3, waits=False):
+        self._given, self.asked, self.answers = (text, size, waits), [], []
+        self._lock = threading.Lock()
+
+    def submit(self, prompt, **settings):
+        with self._lock:
+            self.asked.append((prompt, settings))
+            self.answers.append(GivenAnswer(*self._given))
+        return self.answers[-1]
+
+
+@pytest.fixture
+def given(tiny):
+    """Makes a client of a server that answers with a text, and its engine."""
+
+    def make(text="Yes.", *, format=None, size=3, waits=False, origins=(), **options):
+        server = Server("tiny", format=format, **options)
+        engine = GivenEngine(text, size, waits)
+        server.serve(*tiny, engine)
+        server.is_ready = True
+        return TestClient(application(server, origins)), engine
+
+    return make
