@@ -8,6 +8,7 @@ time, until it can tell what the text is. What it tells does not depend on where
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import re
@@ -209,6 +210,7 @@ class _JsonReader:
         self._start = self._end = -1
         self._name: str | None = None
         self._id: str | None = None
+        self._calls: tuple[Call, ...] = ()
 
     def read(self, text: str, is_whole: bool) -> Found | None:
         wait = Found(len(text)) if is_whole else None  # a cut call is no call
@@ -219,22 +221,30 @@ class _JsonReader:
             if start < 0:
                 return _NO_CALL
             self._start = self._balanced.at = start
-        if self._end < 0:
-            end = self._balanced.end(text)
-            if end is None:
-                return wait
-            if end < 0:
-                return _NO_CALL
-            self._end = end
-        length = _closed(text, self._end, self._syntax.closing, is_whole)
-        if length is None:
-            return None
-        value = parsed(text[self._start : self._end])
-        if self._name is None:
-            calls = calls_of(value)
-        else:
-            calls = (Call(self._name, value, self._id),) if isinstance(value, dict) else ()
-        return Found(length if calls else self._end, calls)
+        while True:
+            if self._end < 0:
+                end = self._balanced.end(text)
+                if end is None:
+                    return wait
+                if end < 0:
+                    return _NO_CALL
+                self._end = end
+            at = _after_blanks(text, self._end)
+            if self._syntax.closing and at == len(text) and not is_whole:
+                return None
+            value = parsed(text[self._start : self._end])
+            if self._name is None:
+                calls = calls_of(value)
+            else:
+                calls = (Call(self._name, value, self._id),) if isinstance(value, dict) else ()
+            if not calls:
+                return Found(self._end)
+            if not self._syntax.closing or self._name or not text.startswith("{", at):
+                length = _closed(text, self._end, self._syntax.closing, is_whole)
+                return None if length is None else Found(length, (*self._calls, *calls))
+            # MiniMax M1 writes several objects between the marks.
+            self._calls += calls
+            self._start, self._end = at, -1
 
     def _beginning(self, text: str) -> int | None:
         """Where the JSON text begins; None: more text is needed; -1: it is no call."""
@@ -260,7 +270,9 @@ def _closed(text: str, end: int, closing: str, is_whole: bool) -> int | None:
     rest = text[end:].lstrip()
     if rest.startswith(closing):
         return len(text) - len(rest) + len(closing)
-    return None if closing.startswith(rest) and not is_whole else end
+    if closing.startswith(rest):
+        return len(text) if is_whole else None
+    return end
 
 
 class BareSyntax(NamedTuple):
@@ -300,35 +312,42 @@ _KEYS_OF_CALLS = frozenset("name type function parameters arguments id".split())
 
 
 class _MarkedReader:
-    """Reads what is before the closing mark, once that is a whole: the mark may also be in a value.
+    """Reads what is before the closing mark, once that is whole: the mark may also be in a value.
 
     Args:
-        opening: what stands at the beginning of every call.
+        closing: the mark.
         parse: returns the calls in a text; none if it is not a call, None if it ends inside of a value.
-        ends_alone: whether calls that have ended are calls without the closing mark, too.
+        begins: a pattern of all beginnings of calls.
+        ends_alone: whether a call that is whole is a call without the closing mark, too.
+        parse_loosely: reads the text before the first closing mark where nothing else can be read.
     """
 
     def __init__(
         self,
-        begins: str,
         closing: str,
         parse: Callable[[str], tuple[Call, ...] | None],
-        ends_alone: bool,
+        begins: str = ".*",
+        ends_alone: bool = False,
+        parse_loosely: Callable[[str], tuple[Call, ...] | None] | None = None,
     ):
-        self._begins, self._closing, self._parse = begins, closing, parse
-        self._ends_alone, self._at = ends_alone, 0
+        self._closing, self._parse, self._parse_loosely = closing, parse, parse_loosely
+        self._begins, self._ends_alone = re.compile(begins, re.DOTALL), ends_alone
+        self._first, self._at = -1, 0
 
     def read(self, text: str, is_whole: bool) -> Found | None:
-        head = text[: len(text) - len(text.lstrip()) + len(self._begins)].lstrip()
-        if not self._begins.startswith(head):
+        if not self._begins.fullmatch(text, 0, _LONGEST_HEADER):
             return _NO_CALL
         while (at := text.find(self._closing, self._at)) >= 0:
+            self._first = at if self._first < 0 else self._first
             self._at = at + len(self._closing)
             if (calls := self._parse(text[:at])) is not None:
                 return Found(self._at, calls) if calls else _NO_CALL
         self._at = max(self._at, len(text) - len(self._closing) + 1)
         if not is_whole:
             return None
+        if self._first >= 0 and self._parse_loosely is not None:
+            calls = self._parse_loosely(text[: self._first])
+            return Found(self._first + len(self._closing), calls) if calls else Found(len(text))
         return Found(len(text), self._parse(text) or () if self._ends_alone else ())
 
 
@@ -336,86 +355,58 @@ class XmlSyntax(NamedTuple):
     """Calls with a tag for the function and one for each of its arguments.
 
     Attributes:
-        opening, closing: the marks around it.
-        begins: what the text between the marks begins with.
-        function, end: the tags of the function; ``function`` is a pattern with a group ``name``.
-        parameter, end_of_parameter: the tags of an argument; ``parameter`` is a pattern with a group ``name``, and
-            ``text`` where the tag says whether the value is text ("true") or JSON.
+        opening, closing: the tags of the function; the opening one without the name.
+        name: a pattern of the rest of the opening tag, with a group ``name``.
+        parameter, end: the tags of an argument; ``parameter`` is a pattern with a group ``name``, and ``text`` where
+            the tag says whether the value is text ("true") or JSON.
         is_inline: whether values stand between the tags as they are, and not on lines of their own.
-        is_alone: whether the marks are the tags of the function themselves.
     """
 
-    opening: str
-    closing: str
-    begins: str = "<function="
-    function: str = r"<function=(?P<name>[^>\s]+)>"
-    end: str = "</function>"
+    opening: str = "<function="
+    closing: str = "</function>"
+    name: str = r"(?P<name>[^>\s]+)>"
     parameter: str = r"<parameter=(?P<name>[^>\n]+)>"
-    end_of_parameter: str = "</parameter>"
+    end: str = "</parameter>"
     is_inline: bool = False
-    is_alone: bool = False
 
     def reader(self, functions: Functions | None) -> Reader:
-        begins = "" if self.is_alone else self.begins
+        parse = functools.partial(self._parse, functions)
+        loosely = functools.partial(self._parse, functions, is_loose=True)
+        return _MarkedReader(self.closing, parse, parse_loosely=loosely).read
 
-        def parse(text: str) -> tuple[Call, ...] | None:
-            if self.is_alone:
-                text = self.opening + text + self.closing
-            return self._parse(text, functions)
-
-        return _MarkedReader(begins, self.closing, parse, not self.is_alone).read
-
-    def _parse(self, text: str, functions: Functions | None) -> tuple[Call, ...] | None:
-        function = re.compile(rf"\s*{self.function}")
-        calls, at = [], 0
-        while matched := function.match(text, at):
-            name = matched["name"].strip()
-            schemas = None if functions is None else functions.get(name, {})
-            found = self._arguments(text, matched.end(), schemas)
-            if found is None:
-                return None
-            arguments, at = found
-            ended = re.compile(rf"\s*{re.escape(self.end)}").match(text, at)
-            if ended is None:
-                return None
-            calls.append(Call(name, arguments))
-            at = ended.end()
-        return tuple(calls) if not text[at:].strip() else ()
-
-    def _arguments(
-        self, text: str, at: int, schemas: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any], int] | None:
-        """The arguments that begin at a place, and where they end; None if one does not end."""
-        parameter = re.compile(rf"\s*{self.parameter}", re.DOTALL)
-        following = rf"(?=\s*(?:{self.parameter}|{re.escape(self.end)}))"
-        # Text that looks like the end of a value may be in it: what follows the end is a tag.
-        closed = re.compile(re.escape(self.end_of_parameter) + _without_groups(following))
-        unclosed = re.compile(_without_groups(following))
-        arguments = {}
+    def _parse(
+        self, functions: Functions | None, text: str, is_loose: bool = False
+    ) -> tuple[Call, ...] | None:
+        matched = re.match(self.name, text)
+        if matched is None:
+            return ()
+        name, at, arguments = matched["name"], matched.end(), {}
+        schemas = None if functions is None else functions.get(name, {})
+        parameter = re.compile(rf"\s*{self.parameter}")
+        # Text that looks like the end of a value may be in it: what follows the end is a tag, or nothing.
+        following = re.sub(r"\(\?P<\w+>", "(?:", rf"\s*(?={self.parameter}|\Z)")
+        ends = re.compile(
+            (f"(?:{re.escape(self.end)})?" if is_loose else re.escape(self.end)) + following
+        )
         while matched := parameter.match(text, at):
-            ended = closed.search(text, matched.end())
-            value = text[matched.end() : ended.start()] if ended else ""
-            if ended is None or any(
-                one["name"].strip() in (schemas or ())
-                for one in re.finditer(rf"\n{self.parameter}", value)
-            ):
-                ended = unclosed.search(text, matched.end())
+            ended = ends.search(text, matched.end())
             if ended is None:
                 return None
             value, at = text[matched.end() : ended.start()], ended.end()
+            inner = re.finditer(self.parameter, value)
+            if any(one["name"].strip() in (schemas or ()) for one in inner):
+                return None  # the end of a value is missing
             if not self.is_inline:
                 value = value.removeprefix("\n").removesuffix("\n")
-            name, is_text = matched["name"].strip(), matched.groupdict().get("text")
-            if is_text is not None:
-                read = value if is_text == "true" else parsed(value)
-                arguments[name] = value if read is None and value.strip() != "null" else read
+            key, is_text = matched["name"].strip(), matched.groupdict().get("text")
+            if is_text is None:
+                arguments[key] = _by_schema(value, schemas, key)
+            elif is_text == "true":
+                arguments[key] = value
             else:
-                arguments[name] = _by_schema(value, schemas, name)
-        return arguments, at
-
-
-def _without_groups(pattern: str) -> str:
-    return re.sub(r"\(\?P<\w+>", "(?:", pattern)
+                read = parsed(value)
+                arguments[key] = value if read is None and value.strip() != "null" else read
+        return () if text[at:].strip() else (Call(name, arguments),)
 
 
 class PairsSyntax(NamedTuple):
@@ -425,7 +416,8 @@ class PairsSyntax(NamedTuple):
     closing: str = "</tool_call>"
 
     def reader(self, functions: Functions | None) -> Reader:
-        return _MarkedReader("", self.closing, lambda text: _pairs(text, functions), False).read
+        parse = functools.partial(_pairs, functions)
+        return _MarkedReader(self.closing, parse, r"\s*[\w.:\-]*\s*(?:<.*)?").read
 
 
 _PAIR_NAME = re.compile(r"\s*(?P<name>[\w.:\-]+)\s*")
@@ -433,7 +425,7 @@ _PAIR_KEY = re.compile(r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.
 _PAIR_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
 
 
-def _pairs(text: str, functions: Functions | None) -> tuple[Call, ...] | None:
+def _pairs(functions: Functions | None, text: str) -> tuple[Call, ...] | None:
     named = _PAIR_NAME.match(text)
     if named is None:
         return ()
@@ -461,7 +453,7 @@ def _by_schema(text: str, schemas: Mapping[str, Any] | None, name: str) -> Any:
     if types == {"string"}:
         return text
     word, value = text.strip().lower(), parsed(text)
-    if "null" in types and word == "null":
+    if "null" in types and word in ("null", "none"):  # templates that write Python's words
         return None
     if value is not None and _type_of(value) & types:
         return value
@@ -504,7 +496,8 @@ class BracesSyntax(NamedTuple):
     quote: str
 
     def reader(self, functions: Functions | None) -> Reader:
-        return _MarkedReader("call:", self.closing, self._parse, True).read
+        begins = r"\s*(?:c|ca|cal|call|call:.*)?"
+        return _MarkedReader(self.closing, self._parse, begins, ends_alone=True).read
 
     def _parse(self, text: str) -> tuple[Call, ...] | None:
         named = re.match(r"\s*call:\s*(?P<name>[^\s{]+)\s*(?=\{)", text)
@@ -527,7 +520,8 @@ class BracesSyntax(NamedTuple):
             ended = re.compile(r"[,}\]]").search(text, at)
             word = text[at : ended.start() if ended else len(text)].strip()
             value = parsed(word)
-            return (word if value is None and word != "null" else value), at + len(word)
+            is_null = word in ("null", "None")
+            return (word if value is None and not is_null else value), at + len(word)
         is_object, closing = text[at] == "{", "}" if text[at] == "{" else "]"
         values: list[Any] = []
         at = _after_blanks(text, at + 1)
@@ -574,7 +568,7 @@ class PythonSyntax(NamedTuple):
 
     def reader(self, functions: Functions | None) -> Reader:
         if self.closing:
-            return _MarkedReader("", self.closing, _python_calls, True).read
+            return _MarkedReader(self.closing, _python_calls, ends_alone=True).read
         balanced = Balanced("\"'")
 
         def read(text: str, is_whole: bool) -> Found | None:

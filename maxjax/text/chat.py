@@ -240,7 +240,7 @@ def answer_format(
 
     Args:
         tokenizer, tools, chat_template, options: arguments of :func:`apply_chat_template`. The marks in the template
-            tell the format; without a template, those among the tokenizer's special tokens.
+            tell the format; if there are none, those among the tokenizer's special tokens.
 
     Example:
         >>> class Tiny:
@@ -248,10 +248,10 @@ def answer_format(
         >>> answer_format(Tiny())
         'hermes'
     """
-    try:
-        return format_in(_template_source(tokenizer, chat_template, tools))
-    except UserInputError:
-        return format_in(" ".join(getattr(tokenizer, "special_ids", ())))
+    found = None
+    with suppress(UserInputError):
+        found = format_in(_template_source(tokenizer, chat_template, tools))
+    return found or format_in(" ".join(getattr(tokenizer, "special_ids", ())))
 
 
 def answer_message(answer: Any, tokenizer: Any, **options: Any) -> dict[str, Any]:

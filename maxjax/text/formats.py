@@ -41,7 +41,6 @@ class Format(NamedTuple):
         around: pairs of marks around all calls. They are part of the answer only where no call is between them.
         signs: texts that are in the chat templates of these models.
         is_channels: whether answers are messages in channels, as gpt-oss writes them.
-        interrupts: whether the marks of calls end the reasoning.
         inside: further marks of calls, which are tokens in these models.
     """
 
@@ -50,11 +49,13 @@ class Format(NamedTuple):
     around: tuple[tuple[str, str], ...] = ()
     signs: tuple[str, ...] = ()
     is_channels: bool = False
-    interrupts: bool = False
     inside: tuple[str, ...] = ()
 
 
 _HERMES = JsonSyntax("<tool_call>", "</tool_call>")
+_FUNCTOOLS = JsonSyntax("functools", is_list=True)
+_LLAMA3 = (("<|python_tag|>", ""), ("", ";"))
+_LLAMA4 = (("<|python_start|>", "<|python_end|>"),)
 _MISTRAL = (
     JsonSyntax("[TOOL_CALLS]", is_list=True),
     JsonSyntax(
@@ -62,17 +63,139 @@ _MISTRAL = (
         header=r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+)\s*)?(?:\[ARGS\])?\s*",
     ),
 )
+_QWEN = XmlSyntax()
+_DEEPSEEK = (
+    JsonSyntax(
+        "<｜tool▁call▁begin｜>",
+        "```<｜tool▁call▁end｜>",
+        header=r"\s*\w+<｜tool▁sep｜>\s*(?P<name>[^\s<>{}]+)\s*```(?:json)?\s*",
+    ),
+    JsonSyntax(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        header=r"\s*(?P<name>[^\s<>{}]+)\s*<｜tool▁sep｜>\s*",
+    ),
+)
+_KIMI = JsonSyntax(
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    header=r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>{}:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*",
+)
+_MINIMAX = XmlSyntax(
+    "<invoke name=",
+    "</invoke>",
+    r"""["']?(?P<name>[^>"'\s]+)["']?>""",
+    r"""<parameter name=["']?(?P<name>[^>"'\n]+)["']?>""",
+    is_inline=True,
+)
+_DSML = XmlSyntax(
+    '<｜DSML｜invoke name="',
+    "</｜DSML｜invoke>",
+    r'(?P<name>[^"]+)">',
+    r'<｜DSML｜parameter name="(?P<name>[^"]+)" string="(?P<text>true|false)">',
+    "</｜DSML｜parameter>",
+    is_inline=True,
+)
+_GEMMA = BracesSyntax("<|tool_call>", "<tool_call|>", '<|"|>')
+_FUNCTION_GEMMA = BracesSyntax("<start_function_call>", "<end_function_call>", "<escape>")
 
 FORMATS = (
     Format(("openai", "harmony"), signs=(CHANNEL, MESSAGE), is_channels=True),
-    Format(("hermes", "qwen3_json", "granite4"), (_HERMES,), signs=("<tool_call>",)),
+    Format(
+        ("deepseek_v32", "deepseek_v4"),
+        (_DSML,),
+        tuple((f"<｜DSML｜{one}>", f"</｜DSML｜{one}>") for one in ("function_calls", "tool_calls")),
+        ("｜DSML｜",),
+    ),
+    Format(
+        ("deepseek_v3", "deepseek_v31"),
+        _DEEPSEEK,
+        (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
+        ("<｜tool▁call▁begin｜>",),
+        inside=("<｜tool▁sep｜>",),
+    ),
+    Format(
+        ("kimi_k2",),
+        (_KIMI,),
+        (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
+        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        inside=("<|tool_call_argument_begin|>",),
+    ),
+    Format(
+        ("minimax_m2",),
+        (_MINIMAX,),
+        (("<minimax:tool_call>", "</minimax:tool_call>"),),
+        ("<minimax:tool_call>",),
+    ),
+    Format(
+        ("seed_oss",), (_QWEN,), (("<seed:tool_call>", "</seed:tool_call>"),), ("<seed:tool_call>",)
+    ),
+    Format(("gemma4",), (_GEMMA,), signs=("<|tool_call>", '<|"|>'), inside=('<|"|>',)),
+    Format(
+        ("functiongemma",),
+        (_FUNCTION_GEMMA,),
+        signs=("<start_function_call>",),
+        inside=("<escape>",),
+    ),
     Format(("mistral",), _MISTRAL, signs=("[TOOL_CALLS]",), inside=("[CALL_ID]", "[ARGS]")),
     Format(
-        ("llama3_json", "llama4_json"),
-        (BareSyntax(),),
-        (("<|python_tag|>", ""), ("", ";")),
-        ('"parameters": dictionary of argument name and its value',),
+        ("cohere_command3",),
+        (JsonSyntax("<|START_ACTION|>", "<|END_ACTION|>"),),
+        signs=("<|START_ACTION|>",),
     ),
+    Format(
+        ("internlm",),
+        (JsonSyntax("<|action_start|><|plugin|>", "<|action_end|>"),),
+        signs=("<|action_start|>", "<|plugin|>"),
+        inside=("<|action_start|>", "<|plugin|>"),
+    ),
+    Format(("nemotron_json",), (JsonSyntax("<TOOLCALL>", "</TOOLCALL>"),), signs=("<TOOLCALL>",)),
+    Format(
+        ("longcat",),
+        (JsonSyntax("<longcat_tool_call>", "</longcat_tool_call>"),),
+        signs=("<longcat_tool_call>",),
+    ),
+    Format(
+        ("lfm2",),
+        (PythonSyntax("<|tool_call_start|>", "<|tool_call_end|>"),),
+        signs=("<|tool_call_start|>",),
+    ),
+    Format(
+        ("olmo3",), (PythonSyntax("<function_calls>", "</function_calls>"),), signs=("<function_calls>",)
+    ),
+    Format(
+        ("glm45", "glm47"),
+        (PairsSyntax(),),
+        signs=("<tool_call>", "<arg_key>"),
+        inside=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    Format(
+        ("qwen3_coder", "qwen3_xml", "mimo", "step3p5"),
+        (_QWEN,),
+        (("<tool_call>", "</tool_call>"),),
+        ("<tool_call>", "<function="),
+    ),
+    Format(
+        ("granite",),
+        (JsonSyntax("<|tool_call|>", "<|/tool_call|>"), JsonSyntax("<tool_call>", "</tool_call>")),
+        signs=("<|tool_call|>",),
+    ),
+    Format(("granite-20b-fc",), (JsonSyntax("<function_call>"),), signs=("<function_call>",)),
+    Format(("hermes", "qwen3_json", "granite4", "ernie45"), (_HERMES,), signs=("<tool_call>",)),
+    Format(
+        ("hunyuan_a13b", "jamba"), (JsonSyntax("<tool_calls>", "</tool_calls>"),), signs=("<tool_calls>",)
+    ),
+    Format(
+        ("phi4_mini_json",),
+        (JsonSyntax("<|tool_call|>", "<|/tool_call|>"), _FUNCTOOLS),
+        signs=("<|tool|>", "<|/tool|>"),
+    ),
+    Format(("functools",), (_FUNCTOOLS,), signs=("functools",)),
+    Format(("llama4_pythonic", "pythonic"), (PythonSyntax("["),), _LLAMA4, ("[func_name1(",)),
+    Format(
+        ("llama4_json",), (BareSyntax(),), _LLAMA4 + _LLAMA3, ('"parameters": ', "<|header_start|>")
+    ),
+    Format(("llama3_json",), (BareSyntax(),), _LLAMA3, ('"parameters": ', "<|start_header_id|>")),
 )  # fmt: skip
 """The formats. A template has the first whose signs are all in it."""
 

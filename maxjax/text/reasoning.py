@@ -132,7 +132,8 @@ class AnswerParser:
         self._marks = _Marks(
             {*REASONING, *WRAPPERS, *calls, *self._openings, *self._closings, *self._heads}
         )
-        self._interrupts = tuple({*calls, *self._openings}) if chosen.interrupts else ()
+        # Some models call a function while they reason: that ends the reasoning.
+        self._interrupts = frozenset(one for one in {*calls, *self._openings} if len(one) > 1)
 
         self._buffer, self._is_whole = "", False
         self._deltas: list[Delta] = []
@@ -140,7 +141,7 @@ class AnswerParser:
         self._has_content = self._has_reasoning = False
         self._blank = ""  # whitespace of the content that ends it, unless more follows
         self._held = ""  # marks around calls, unless a call follows
-        self._after_call = False
+        self._after_call, self._before_calls = False, ""
         self._thought_blank, self._has_thought = "", False
         self._step: Callable[[], bool] = self._in_text
 
@@ -188,8 +189,10 @@ class AnswerParser:
                 return
             text, self._held = self._held + text, ""
         text = self._blank + text
-        if not self._has_content and (self._count or self._has_reasoning):
-            text = text.lstrip()
+        if self._after_call or (self._has_reasoning and not self._has_content):
+            begins = text.lstrip()
+            blank = self._before_calls or text[: len(text) - len(begins)]
+            text = (blank if self._has_content else "") + begins if begins else text
         kept = text.rstrip()
         self._blank = text[len(kept) :]
         if kept:
@@ -198,6 +201,11 @@ class AnswerParser:
 
     def _think(self, text: str) -> None:
         """Add text to the reasoning, without whitespace at its beginning and at its end."""
+        if self._held:
+            if not text.strip():
+                self._held += text
+                return
+            text, self._held = self._held + text, ""
         text = self._thought_blank + text
         if not self._has_thought:
             text = text.lstrip()
@@ -210,7 +218,8 @@ class AnswerParser:
     def _call(self, call: Call) -> None:
         self._deltas.append(Delta("call", json_of(call.arguments), self._count, call.name, call.id))
         self._count += 1
-        self._held, self._after_call = "", True
+        self._before_calls = (self._before_calls if self._after_call else "") or self._blank
+        self._blank, self._held, self._after_call = "", "", True
 
     def _end(self) -> None:
         if self._count or self._has_reasoning:
@@ -227,6 +236,10 @@ class AnswerParser:
         return not (self._has_content or self._held or self._count)
 
     def _in_text(self) -> bool:
+        if self._is_whole and self._after_call:
+            cut = self._buffer.strip()
+            if cut and any(one.startswith(cut) for one in self._closings):
+                self._buffer = ""
         at, mark = self._marks.next(self._buffer, self._is_whole)
         before, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]
         if before:
@@ -239,26 +252,30 @@ class AnswerParser:
             self._reason(REASONING[mark])
         elif mark in self._heads and self._is_blank:
             self._buffer, self._step = mark + self._buffer, self._in_head
+        elif self._begin_call(mark, self._in_text):
+            pass
         elif mark in self._openings:
             self._held += mark
-        elif mark in self._closings and self._after_call:
-            pass
-        elif any(one.opening == mark for one in self._syntaxes):
-            self._opening = mark
-            self._readers: list[Reader] = [
-                one.reader(self._functions) for one in self._syntaxes if one.opening == mark
-            ]
-            self._raw, self._step = 0, self._in_call
-        elif mark not in WRAPPERS:
+        elif mark not in WRAPPERS and not (mark in self._closings and self._after_call):
             self._write(mark)
         return True
+
+    def _begin_call(self, mark: str, otherwise: Callable[[], bool]) -> bool:
+        """Read a call after its opening mark, if it is one; without a call the answer goes on as before."""
+        self._readers: list[Reader] = [
+            one.reader(self._functions) for one in self._syntaxes if one.opening == mark
+        ]
+        if self._readers:
+            self._opening, self._otherwise = mark, otherwise
+            self._raw, self._step = 0, self._in_call
+        return bool(self._readers)
 
     def _in_call(self) -> bool:
         for reader in list(self._readers):
             found = reader(self._buffer, self._is_whole)
             if found is None:
                 continue
-            if found.calls:
+            if found.calls and self._is_meant(found.calls):
                 for call in found.calls:
                     self._call(call)
                 self._buffer, self._step = self._buffer[found.length :], self._in_text
@@ -271,9 +288,19 @@ class AnswerParser:
             self._raw = max(self._raw, found.length)
         if self._readers:
             return False
-        self._write(self._opening + self._buffer[: self._raw])
-        self._buffer, self._step = self._buffer[self._raw :], self._in_text
+        raw, self._buffer = self._opening + self._buffer[: self._raw], self._buffer[self._raw :]
+        if raw in self._openings:
+            self._held += raw
+        else:
+            (self._write if self._otherwise == self._in_text else self._think)(raw)
+        self._step = self._otherwise
         return True
+
+    def _is_meant(self, calls: Iterable[Call]) -> bool:
+        """Whether these are calls: reasoning also quotes some, of functions that do not exist."""
+        if self._otherwise == self._in_text or self._functions is None:
+            return True
+        return all(one.name in self._functions for one in calls)
 
     def _in_brackets(self) -> bool:
         """Pass on a value in brackets that is no call, so that nothing in it is one."""
@@ -307,9 +334,11 @@ class AnswerParser:
             self._think(text)
         if not mark:
             return False
+        self._buffer = self._buffer[len(mark) :]
         if mark not in self._interrupts:
-            self._buffer = self._buffer[len(mark) :]
-        self._step = self._in_text
+            self._step = self._in_text
+        elif not self._begin_call(mark, self._in_reasoning):
+            self._held += mark
         return True
 
     # --- messages in channels ---

@@ -59,10 +59,10 @@ def joined(pieces, *arguments):
     return found
 
 
-def cuts(text, seed):
+def cuts(text, seed, two=True):
     """Ways to cut a text: at every character, in two at every place, and at random places."""
     yield list(text)
-    yield from ([text[:i], text[i:]] for i in range(len(text)))
+    yield from ([text[:i], text[i:]] for i in range(len(text) if two else 0))
     draw = random.Random(seed)
     for _ in range(8):
         places = sorted(draw.choices(range(len(text) + 1), k=1 + len(text) // 8))
