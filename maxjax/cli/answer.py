@@ -223,6 +223,18 @@ def stats(
     return columns([*rows, ["ended", _end(answer)]], right=set())
 
 
+def remote_stats(answer: Shown) -> Iterable[str]:
+    """The lines of ``--stats`` for the answer of a server."""
+    found = answer.completion
+    rows = []
+    if answer.first is not None:
+        rows.append(["first text", f"{answer.first:.2f} s"])
+        spent = answer.seconds - answer.first
+        rows.append(["then", f"{spent:.2f} s for the rest of {tokens(found.tokens)}"])
+    how = "by Ctrl-C" if answer.stopped else f"with the finish reason {found.finish_reason!r}"
+    return columns([*rows, ["ended", f"after {tokens(found.tokens)}, {how}"]], right=set())
+
+
 def _settings(sampling: Any) -> str:
     names = (
         "temperature",

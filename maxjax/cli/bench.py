@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..columns import Table
 from ..errors import UserInputError
-from .model import LoadedModel, model_arguments, open_model
+from .model import LoadedModel, model_arguments, open_model, server_arguments
 from .options import positive
 
 _PROBE_BYTES = 256 << 20
@@ -32,6 +32,11 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=5, metavar="N",
                         help="number of runs; medians are shown (default 5)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document")
+    server_arguments(parser)
+    parser.add_argument("--requests", type=positive, default=64, metavar="N",
+                        help="with --url: number of requests (default 64)")  # fmt: skip
+    parser.add_argument("--concurrency", type=positive, default=16, metavar="N",
+                        help="with --url: requests at once (default 16)")  # fmt: skip
 
 
 def _counts(text: str) -> list[int]:
@@ -46,7 +51,16 @@ def bench(options: argparse.Namespace) -> Iterable[str | Table]:
     stream generates one, as maxjax.stream does at first. The limit assumes that each step reads the
     weights and the used part of the KV cache once, at the bandwidth at which all threads read a
     large array, measured between the repeats.
+
+    With --url it measures a server with random texts: the time to the first token, the time for each later one, and
+    tokens a second, as vLLM's bench serve does.
     """
+    if options.url is not None:
+        from .bench_server import bench_server
+
+        return bench_server(options)
+    if options.api_key is not None or options.served_name is not None:
+        options.error("--api-key and --served-name are for --url")
     if options.new < 2:
         options.error("--new must be at least 2: the first token comes from prefill")
     os.environ.setdefault("MAXJAX_COMPILE_CACHE", "0")

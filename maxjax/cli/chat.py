@@ -1,4 +1,4 @@
-"""``maxjax chat``: a chat with a language model, in a terminal or line by line on stdin.
+"""``maxjax chat``: a chat with a language model or a server, in a terminal or line by line on stdin.
 
 Only the answers go to stdout.
 """
@@ -11,20 +11,20 @@ import json
 import re
 import select
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserInputError
 from ..paths import local_path
-from .answer import Shown, nan_error, say, show, stats, tokens
+from .answer import Shown, nan_error, remote_stats, say, show, stats, tokens
 from .model import (
-    LoadedModel,
     chosen_key,
     model_arguments,
     open_model,
     sampling_arguments,
     sampling_values,
+    server_arguments,
     system_message,
     template_variables,
 )
@@ -47,6 +47,7 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
     sampling_arguments(parser)
     parser.add_argument("--load", type=file_path, metavar="FILE", help="continue a saved chat")
+    server_arguments(parser)
 
 
 def chat(options: argparse.Namespace) -> Iterable[str]:
@@ -58,41 +59,72 @@ def chat(options: argparse.Namespace) -> Iterable[str]:
     """
     values = sampling_values(options)
     opening, later = _messages(options)
-    opened = open_model(options)
-    options.code = _Chat(options, opened, values, opening, later).run()
+    with_whom = _with_server if options.url is not None else _with_model
+    chat = with_whom(options, values, opening)
+    chat.conversation.messages += later
+    options.code = chat.run()
     return []
 
 
+def _with_model(options: argparse.Namespace, values: dict[str, Any], opening: list[Any]) -> _Chat:
+    """A chat with a model of this process."""
+    if options.api_key is not None or options.served_name is not None:
+        options.error("--api-key and --served-name are for --url")
+    opened = open_model(options)
+    from ..engine.generate.conversation import Conversation
+    from ..engine.generate.defaults import GenerationDefaults, chosen_sampling
+
+    model = opened.model
+    defaults = getattr(model, "generation", None) or GenerationDefaults()
+    sampling = chosen_sampling(defaults, None, values)
+    seed, key = chosen_key(options, sampling)
+    is_limited = defaults.max_new_tokens is not None or defaults.max_length is not None
+    conversation = Conversation(
+        model, opened.tokenizer, opening,
+        max_new_tokens=options.max_new_tokens or (None if is_limited else _MAX_NEW_TOKENS),
+        stop=options.stop, key=key, chunk=options.chunk,
+        cache_dtype=options.cache_dtype,
+        template_kwargs=template_variables(options, opened.tokenizer),
+        skip_special_tokens=False,  # they separate the reasoning of some models from the answer
+        **values,
+    )  # fmt: skip
+    told = iter([opened.seconds])  # the time of loading is printed once only
+    return _Chat(
+        options, conversation, f"{type(model).__name__}, context {model.max_length:,} tokens", model,
+        lambda answer: stats(answer, sampling, seed, next(told, None)),
+    )  # fmt: skip
+
+
+def _with_server(options: argparse.Namespace, values: dict[str, Any], opening: list[Any]) -> _Chat:
+    """A chat with a server of OpenAI's API."""
+    from .remote import RemoteConversation, chat_fields, server_of
+
+    server = server_of(options)
+    conversation = RemoteConversation(server, opening, chat_fields(options, values))
+    return _Chat(options, conversation, f"{server.model} of {server.url}", None, remote_stats)
+
+
 class _Chat:
-    """The loop of a chat. ``/reset`` keeps the messages ``opening``, and drops ``later``."""
+    """The loop of a chat.
+
+    Args:
+        options: the parsed options.
+        conversation: the chat; ``/reset`` keeps the messages that it was made with.
+        partner: whom it is with, for the greeting.
+        model: the model, in which NaNs are searched; None for a server.
+        stats: makes the lines of ``--stats`` for an answer.
+    """
 
     def __init__(
         self,
         options: argparse.Namespace,
-        opened: LoadedModel,
-        values: Any,
-        opening: Any,
-        later: Any,
+        conversation: Any,
+        partner: str,
+        model: Any,
+        stats: Callable[[Shown], Iterable[str]],
     ):
-        from ..engine.generate.conversation import Conversation
-        from ..engine.generate.defaults import GenerationDefaults, chosen_sampling
-
-        defaults = getattr(opened.model, "generation", None) or GenerationDefaults()
-        self._sampling = chosen_sampling(defaults, None, values)
-        self._seed, key = chosen_key(options, self._sampling)
-        is_limited = defaults.max_new_tokens is not None or defaults.max_length is not None
-        self._options, self._model = options, opened.model
-        self._loaded: float | None = opened.seconds
-        self._conversation = Conversation(
-            opened.model, opened.tokenizer, opening,
-            max_new_tokens=options.max_new_tokens or (None if is_limited else _MAX_NEW_TOKENS),
-            stop=options.stop, key=key, chunk=options.chunk,
-            cache_dtype=options.cache_dtype,
-            template_kwargs=template_variables(options, opened.tokenizer),
-            skip_special_tokens=False,  # they separate the reasoning of some models from the answer
-            **values,
-        )  # fmt: skip
-        self._conversation.messages += later
+        self._options, self.conversation = options, conversation
+        self._partner, self._model, self._stats = partner, model, stats
         self._terminal = sys.stdin is not None and sys.stdin.isatty()
         self._failed = False
 
@@ -123,12 +155,7 @@ class _Chat:
     def _greet(self) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() its history and keys)
-        model = self._model
-        say(
-            [
-                f"{type(model).__name__}, context {model.max_length:,} tokens. /help shows the commands."
-            ]
-        )
+        say([f"{self._partner}. /help shows the commands."])
 
     def _ask(self) -> str | None:
         """The next input; None at the end. In a terminal, a first Ctrl-C shows a hint."""
@@ -165,7 +192,7 @@ class _Chat:
         return line.rstrip("\r\n")
 
     def _turn(self, text: str) -> None:
-        messages = self._conversation.messages
+        messages = self.conversation.messages
         before = len(messages)
         try:
             answer = self._answer(text)
@@ -177,17 +204,16 @@ class _Chat:
             say(["(interrupted)"])  # before the first text, or by a second Ctrl-C
             return
         if self._options.stats:
-            say(stats(answer, self._sampling, self._seed, self._loaded))
-            self._loaded = None  # printed once only
+            say(self._stats(answer))
         if self._terminal and answer.completion.finish_reason == "length" and not answer.stopped:
             say([f"(cut off after {tokens(answer.completion.tokens)})"])
 
     def _answer(self, text: str) -> Shown:
-        if left_out := self._conversation.make_room(text):
+        if left_out := self.conversation.make_room(text):
             say(
                 [f"(the context is full: the oldest {left_out} messages are left out from here on)"]
             )
-        stream = self._conversation.say(text)
+        stream = self.conversation.say(text)
         try:
             return show(stream)
         except FloatingPointError as error:
@@ -198,7 +224,7 @@ class _Chat:
         if word == "/help":
             say(_HELP.split("\n"))
         elif word == "/reset":
-            self._conversation.reset()
+            self.conversation.reset()
         elif word == "/save":
             self._save(rest)
         else:
@@ -217,7 +243,7 @@ class _Chat:
                 raise UserInputError(
                     f"{path} exists and is not a saved chat: it is not overwritten"
                 ) from None
-        self._conversation.save(path)
+        self.conversation.save(path)
 
 
 # --- saved chats ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from .options import (
     TINY,
     auto_or_float,
     device_mesh,
+    file_path,
     import_jax,
     positive,
     power_of_two,
@@ -110,6 +111,17 @@ def sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--debug-nans", action="store_true",
                        help="name the first layer that produces a NaN")  # fmt: skip
+
+
+def server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of a command that can ask a server instead of a model."""
+    group = parser.add_argument_group("a server instead of a model")
+    group.add_argument("--url", type=text, metavar="URL",
+                       help="address of a server of OpenAI's API, such as http://127.0.0.1:8000")  # fmt: skip
+    group.add_argument("--served-name", type=text, metavar="NAME",
+                       help="name of its model (default: the first that it lists)")  # fmt: skip
+    group.add_argument("--api-key", type=file_path, metavar="FILE",
+                       help="a file whose first line is the API key")  # fmt: skip
 
 
 class LoadedModel(NamedTuple):

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UnknownArgumentError, UserInputError, some
+from ..storage.save.durable import replace_file, writable_path
 from .formats import format_in
 from .template.function_schema import function_schema
 from .template.render import ChatText, fields_of, render, rendered
@@ -252,6 +255,17 @@ def answer_format(
     with suppress(UserInputError):
         found = format_in(_template_source(tokenizer, chat_template, tools))
     return found or format_in(" ".join(getattr(tokenizer, "special_ids", ())))
+
+
+def write_messages(path: str | os.PathLike[str], messages: Sequence[Any]) -> None:
+    """Writes the messages of a chat as a JSON file, and replaces one that exists.
+
+    Raises:
+        CheckpointError: the file cannot be written; an existing file is unchanged.
+    """
+    text = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
+    # A lone surrogate becomes its JSON escape.
+    replace_file(writable_path(path), [text.encode("utf-8", "backslashreplace")])
 
 
 def answer_message(answer: Any, tokenizer: Any, **options: Any) -> dict[str, Any]:

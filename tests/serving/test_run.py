@@ -1,5 +1,6 @@
 """The server on a port: OpenAI's client, hostile connections, and its end."""
 
+import io
 import json
 import os
 import re
@@ -58,9 +59,9 @@ def model(tiny, engine):
 def given(tiny):
     found = []
 
-    def make(*args, format=None, limits=None, **options):
-        server = Server("tiny", format=format, limits=limits or Limits())
-        server.serve(*tiny, GivenEngine(*args, **options))
+    def make(text="Yes.", *, format=None, limits=None, keys=(), **options):
+        server = Server("tiny", keys, format=format, limits=limits or Limits())
+        server.serve(*tiny, GivenEngine(text, **options))
         server.is_ready = True
         found.append(Listening(server))
         return found[-1]
@@ -254,6 +255,94 @@ def test_slots_of_clients_that_vanish_are_free(given):
         time.sleep(0.01)
     assert listening.server.admission.running == listening.server.admission.waiting == 0
     assert all(one.is_cancelled for one in engine.answers)
+
+
+# --- the commands that ask a server --------------------------------------------------------------
+
+
+def run_command(monkeypatch, capsys, *arguments, lines=""):
+    """The exit code, stdout and stderr of a command."""
+    from maxjax.cli import main
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+def test_chat_with_a_server(given, monkeypatch, capsys, tmp_path):
+    listening = given("<think>So.</think>Yes.", keys=["secret"], format="hermes")
+    key, saved = tmp_path / "key", tmp_path / "chat.json"
+    key.write_text("secret\n")
+    arguments = (
+        "chat",
+        "--url",
+        listening.url,
+        "--api-key",
+        str(key),
+        "--system",
+        "Be short.",
+        "--top-k",
+        "3",
+        "--stats",
+    )
+    code, out, err = run_command(
+        monkeypatch, capsys, *arguments, lines=f"one\ntwo\n/save {saved}\n"
+    )
+    assert (
+        code == 0 and out == "<think>\nSo.\n</think>\nYes.\n" * 2 and "finish reason 'stop'" in err
+    )
+    engine = listening.server.engine
+    contents = [message["content"] for message in engine.asked[1][0]]
+    assert contents == ["Be short.", "one", "Yes.", "two"] and engine.asked[1][1]["top_k"] == 3
+    assert [one["content"] for one in json.loads(saved.read_text())] == [*contents, "Yes."]
+
+
+def test_bench_of_a_server(given, monkeypatch, capsys):
+    listening = given("a few words", size=2)
+    arguments = (
+        "bench",
+        "--url",
+        listening.url,
+        "--requests",
+        "6",
+        "--concurrency",
+        "3",
+        "--new",
+        "5",
+        "--prompt",
+        "7",
+    )
+    code, out, _ = run_command(monkeypatch, capsys, *arguments, "--json")
+    found = json.loads(out)
+    assert code == 0 and (found["requests"], found["failed"], found["output_tokens"]) == (6, 0, 12)
+    assert found["ttft_ms"]["median"] > 0 and found["output_tokens_s"] == pytest.approx(
+        12 / found["seconds"]
+    )
+    assert len(listening.server.engine.asked) == 7  # one to begin with
+    assert all(len(prompt.split()) == 7 for prompt, _ in listening.server.engine.asked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "--url", "http://127.0.0.1:9"), "does not answer"),
+        (("chat", "--url", "file:///etc/passwd"), "http://"),
+        (("chat", "--url", "URL", "--mesh", "model=1"), "--mesh"),
+        (("chat", "--url", "URL", "--xtc-probability", "0.5"), "--xtc-probability"),
+        (("bench", "--served-name", "a"), "--url"),
+        (
+            ("bench", "--url", "URL", "--served-name", "other", "--requests", "1"),
+            "no model 'other'",
+        ),
+    ],
+)
+def test_a_command_that_cannot_ask_says_why(given, monkeypatch, capsys, arguments, message):
+    arguments = [given().url if one == "URL" else one for one in arguments]
+    code, out, err = run_command(monkeypatch, capsys, *arguments)
+    assert code in (1, 2) and message in err and not out and "Traceback" not in err
 
 
 # --- its end -----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ A turn reuses the KV cache of the turns before, as far as its prompt begins with
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import weakref
@@ -20,8 +19,7 @@ from ...models.weights import shardings_of
 from ...rendering.rendered import Rendered
 from ...rendering.row import Row, counted, short
 from ...rendering.transcript import transcript
-from ...storage.save.durable import replace_file, writable_path
-from ...text.chat import answer_message
+from ...text.chat import answer_message, write_messages
 from ...text.tokenizer.arguments import check_unicode
 from ..batching.running import RunningText
 from ..batching.scheduler import Scheduler
@@ -268,9 +266,7 @@ class Conversation(Rendered):
         Raises:
             CheckpointError: the file cannot be written; an existing file is unchanged.
         """
-        text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
-        # A lone surrogate becomes its JSON escape.
-        replace_file(writable_path(path), [text.encode("utf-8", "backslashreplace")])
+        write_messages(path, self.messages)
 
     def _mx_title(self, row: Row) -> str:
         model = type(self._request.model).__name__
