@@ -48,6 +48,7 @@ class EngineStats(NamedTuple):
         written_tokens, steps: number of tokens of answers, and of decode steps.
         busy: mean share of the slots that wrote a token in a step.
         guessed_tokens, right_tokens: number of tokens that were guessed, and of those that the model agreed with.
+        near_ties: number of tokens of answers that rounding may have decided (``Completion.near_ties``).
     """
 
     waiting: int
@@ -61,6 +62,7 @@ class EngineStats(NamedTuple):
     busy: float
     guessed_tokens: int = 0
     right_tokens: int = 0
+    near_ties: int = 0
 
 
 class Engine:
@@ -306,7 +308,7 @@ class Engine:
         return EngineStats(
             len(of.waiting) + len(self._worker.coming), len(of.running), of.memory.count, of.memory.free,
             of.read_count, of.memory.hits, of.written, of.steps, of.busy_rows / rows,
-            *((guessed.made, guessed.right) if guessed else (0, 0)),
+            *((guessed.made, guessed.right) if guessed else (0, 0)), of.near_ties,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -187,11 +187,13 @@ class Choosing(NamedTuple):
         tops: number of most probable tokens that are reported; None where no text reports log-probabilities.
         draws: False where all texts are greedy.
         processor: what logits go through before a token is chosen; None for nothing.
+        step: the relative step of the floats that logits are computed in.
     """
 
     tops: int | None
     draws: bool = True
     processor: LogitsProcessor | None = None
+    step: float = 0.0
 
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
@@ -381,6 +383,7 @@ def sampled(
         how.tops,
         texts.allowed,
         how.draws,
+        how.step,
     )
     return jax.tree.map(lambda a: replicated(a, shardings), found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,12 +19,16 @@ from .running import RunningText, Stage
 RAGGED = 2048
 
 
-def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> tuple[int, int]:
-    """Reads the next tokens of prompts, ``chunk`` of them at most.
+class ReadCounts(NamedTuple):
+    """The numbers of tokens that were read, of texts that have their first token, and of near-ties among these."""
 
-    Returns:
-        The numbers of tokens that were read, and of texts that have their first token.
-    """
+    tokens: int
+    began: int
+    near_ties: int
+
+
+def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> ReadCounts:
+    """Reads the next tokens of prompts, ``chunk`` of them at most."""
     room, pieces = chunk, []
     for text in running:
         if text.stage is Stage.READING and room > 0:
@@ -37,12 +41,11 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> tu
             room -= count
     pieces = [piece for piece in pieces if piece[1]]
     joined = [piece for piece in pieces if _may_join(calls, *piece)]
-    if joined:
-        _read_tokens(calls, joined)
+    near_ties = _read_tokens(calls, joined) if joined else 0
     rest = [(text, count) for text, count in pieces if (text, count) not in joined]
-    for row in _rows_of_pieces(calls, rest):
-        _read_pieces(calls, row)
-    return sum(n for _, n in pieces), sum(text.stage is not Stage.READING for text, _ in pieces)
+    near_ties += sum(_read_pieces(calls, row) for row in _rows_of_pieces(calls, rest))
+    began = sum(text.stage is not Stage.READING for text, _ in pieces)
+    return ReadCounts(sum(n for _, n in pieces), began, near_ties)
 
 
 def _may_join(calls: Calls, text: RunningText, count: int) -> bool:
@@ -52,8 +55,8 @@ def _may_join(calls: Calls, text: RunningText, count: int) -> bool:
     return is_short and is_ragged and not calls.observer.is_observed
 
 
-def _read_tokens(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> None:
-    """Reads tokens of several texts at once."""
+def _read_tokens(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> int:
+    """Reads tokens of several texts at once; returns the number of near-ties."""
     counts, groups = dict(pieces), calls.memory.groups
     texts = calls.placed([text for text, _ in pieces], calls.memory.slots)
     rows = len(texts) // groups
@@ -72,7 +75,7 @@ def _read_tokens(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> Non
     arrays = calls.text_rows(texts, [one is not None and not one.unread for one in texts])
     of = (args[1], None)
     sampled = calls.run(read_tokens, texts, arrays, *args, width=None, rows=of)
-    _take_first(calls, texts, sampled)
+    return _take_first(calls, texts, sampled)
 
 
 def _parts(calls: Calls, start: int, count: int) -> list[int]:
@@ -96,8 +99,8 @@ def _rows_of_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> 
             yield [piece if i == g else None for i in range(len(groups))]
 
 
-def _read_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int] | None]) -> None:
-    """Reads tokens of one text in each group of devices."""
+def _read_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int] | None]) -> int:
+    """Reads tokens of one text in each group of devices; returns the number of near-ties."""
     texts = [None if piece is None else piece[0] for piece in pieces]
     counts = np.asarray([0 if piece is None else piece[1] for piece in pieces], np.int32)
     width = calls.memory.page_size if calls.is_exact else bucket(int(counts.max()), LEAST_TOKENS)
@@ -115,7 +118,7 @@ def _read_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int] | None])
     for text, count in pairs:
         if text is not None:
             _mark_read(calls, text, int(count))
-    _take_first(calls, texts, sampled)
+    return _take_first(calls, texts, sampled)
 
 
 def _mark_read(calls: Calls, text: RunningText, count: int) -> None:
@@ -125,11 +128,11 @@ def _mark_read(calls: Calls, text: RunningText, count: int) -> None:
     calls.memory.publish(text, text.keys[: text.stored // calls.memory.page_size])
 
 
-def _take_first(calls: Calls, texts: Sequence[RunningText | None], sampled: Any) -> None:
-    """Gives those texts their first token that have been read to their end."""
+def _take_first(calls: Calls, texts: Sequence[RunningText | None], sampled: Any) -> int:
+    """Gives those texts their first token that have been read to their end; returns the number of near-ties."""
     read = [text is not None and not text.unread for text in texts]
     if not any(read) and not calls.together.is_shared:
-        return
+        return 0
     found = calls.together.fetch(sampled)
     one = np.ones(found.tokens.shape, np.int32)
     first = DispatchTokens(
@@ -145,3 +148,4 @@ def _take_first(calls: Calls, texts: Sequence[RunningText | None], sampled: Any)
             text.receive(first, row)
             if not text.is_lazy:
                 text.take()
+    return int(found.is_near_tie[read].sum())

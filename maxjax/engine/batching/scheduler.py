@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from ...errors import UserInputError
@@ -110,7 +111,7 @@ class Scheduler:
         self.longest = longest or model.max_length
         if self.memory.longest is not None:
             self.longest = min(self.longest, self.memory.longest)
-        how = Choosing(tops, draws, logits_processor)
+        how = Choosing(tops, draws, logits_processor, float(jnp.finfo(model.dtype.np).eps))
         self.calls = Calls(
             model, self.memory, self.adapters, how, exact, has_grammars, self.longest, together
         )
@@ -129,6 +130,7 @@ class Scheduler:
         self._in_flight: _Dispatch | None = None
         # Numbers of decode steps, of tokens written in them, of all tokens written and of prompt tokens read.
         self.steps = self.busy_rows = self.written = self.read_count = 0
+        self.near_ties = 0  # number of tokens written that rounding may have decided
 
     # --- texts
 
@@ -166,8 +168,9 @@ class Scheduler:
         self._end_cancelled()
         self._release_ended()
         self._start()
-        read, began = read_prompts(self.calls, self.running, self.chunk)
-        self.read_count, self.written = self.read_count + read, self.written + began
+        read = read_prompts(self.calls, self.running, self.chunk)
+        self.read_count, self.written = self.read_count + read.tokens, self.written + read.began
+        self.near_ties += read.near_ties
         self._release_ended()
 
     @isolated()
@@ -394,6 +397,8 @@ class Scheduler:
         self.steps += done
         self.busy_rows += int(np.minimum(found.counts, done).sum())
         self.written += int(found.counts.sum())
+        near = np.asarray(found.sampled.is_near_tie)
+        self.near_ties += int(near[np.arange(near.shape[1]) < found.counts[:, None]].sum())
         seconds = time.perf_counter() - began
         if self.speculation is not None:
             self.speculation.learn(texts, guesses, found.counts)
@@ -441,7 +446,7 @@ class Scheduler:
         """The samples without log-probabilities, which are many numbers, if no text reports them."""
         if any(text is not None and text.settings.has_logprobs for text in texts):
             return sampled
-        return Sampled(sampled.tokens, sampled.valid)
+        return sampled._replace(logprobs=None, top_tokens=None, top_logprobs=None)
 
     @staticmethod
     def _stored_after(text: RunningText, steps: int) -> int:

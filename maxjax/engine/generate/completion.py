@@ -48,6 +48,10 @@ class Completion(str):
         logprobs: one :class:`TokenLogprob` for each token, or None if they were not requested.
         marked: the text with the marks of its parts, such as ``[THINK]``, which the text is without
             where they are special tokens.
+        near_ties: the positions in ``tokens`` of those that rounding may have decided: the two best logits, with the
+            noise of drawing where tokens are drawn, differ by less than 1e-4 of the standard deviation of all, or by
+            a step of the model's dtype. From the first of them on, the same prompt may get another text on another
+            mesh or beside other prompts.
 
     Example:
         >>> text = Completion("four", tokens=(7, 2), finish_reason="stop", stop=2)
@@ -62,6 +66,7 @@ class Completion(str):
     prompt: str | None
     logprobs: tuple[TokenLogprob, ...] | None
     marked: str
+    near_ties: tuple[int, ...]
 
     def __new__(
         cls,
@@ -74,12 +79,14 @@ class Completion(str):
         prompt: str | None = None,
         logprobs: Sequence[TokenLogprob] | None = None,
         marked: str | None = None,
+        near_ties: Sequence[int] = (),
     ) -> Completion:
         made = super().__new__(cls, text)
         made.tokens, made.prompt_tokens = tuple(tokens), tuple(prompt_tokens)
         made.finish_reason, made.stop, made.prompt = finish_reason, stop, prompt
         made.logprobs = None if logprobs is None else tuple(logprobs)
         made.marked = text if marked is None else marked
+        made.near_ties = tuple(near_ties)
         return made
 
     @property
@@ -173,6 +180,7 @@ class PartialCompletion:
         self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.near_ties: list[int] = []
         self._pieces: list[str] = []
         self.flushed = self.done = self._is_whole = False
         self._stop: int | str | None = None
@@ -183,6 +191,7 @@ class PartialCompletion:
 
     def pieces(self, written: DispatchTokens, row: int) -> Iterator[str]:
         """The pieces of :meth:`take`, lazily: a token is added when its piece is asked for."""
+        near_ties = written.sampled.is_near_tie
         # If the logits of a row were not finite, its last token is meaningless.
         for i in range(int(written.counts[row]) - bool(written.bad[row])):
             if self.done or len(self.tokens) == self._most:
@@ -190,6 +199,8 @@ class PartialCompletion:
             piece = self._push(int(written.tokens[row, i]))
             if self._logprobs is not None:
                 self.logprobs.append(_logprob(written, row, i, self._logprobs))
+            if near_ties is not None and near_ties[row, i]:
+                self.near_ties.append(len(self.tokens) - 1)
             self._pieces.append(piece)
             if piece:
                 yield piece
@@ -267,7 +278,7 @@ class PartialCompletion:
         return Completion(
             "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
             finish_reason="length" if self._stop is None and not self._is_whole else "stop",
-            logprobs=self.logprobs or None, prompt=self._prompt_text, marked=marked,
+            logprobs=self.logprobs or None, prompt=self._prompt_text, marked=marked, near_ties=self.near_ties,
         )  # fmt: skip
 
 

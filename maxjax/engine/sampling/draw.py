@@ -37,6 +37,8 @@ class Sampled(NamedTuple):
             bans, temperature and filters, as vLLM and the OpenAI API report them.
         top_tokens, top_logprobs: the n most probable tokens of the same distribution, most probable
             first, int32 and float32 ``[B, n]``, or None.
+        is_near_tie: whether rounding may decide between the token and the second best, bool ``[B]``; None where that
+            is not computed.
     """
 
     tokens: jax.Array
@@ -44,6 +46,14 @@ class Sampled(NamedTuple):
     logprobs: jax.Array | None = None
     top_tokens: jax.Array | None = None
     top_logprobs: jax.Array | None = None
+    is_near_tie: jax.Array | None = None
+
+
+class Chosen(NamedTuple):
+    """The tokens with the best scores, int32 ``[B]``, and by how much they lead the second best, float32 ``[B]``."""
+
+    tokens: jax.Array
+    lead: jax.Array
 
 
 def sample(
@@ -180,11 +190,11 @@ def _choose(
         divided = scaled(values, top, amounts.temperature)
         usual = filters(settings, amounts, values.shape[1])
         if settings.has_rare_filters:
-            tokens = _drawn_of_all(divided, keys, usual, amounts.rare_filters)
+            tokens, _ = _drawn_of_all(divided, keys, usual, amounts.rare_filters)
         elif settings.is_filtered:
-            tokens = _gumbel_argmax_filtered(divided, keys, settings, amounts)
+            tokens, _ = _gumbel_argmax_filtered(divided, keys, settings, amounts)
         else:
-            tokens = _gumbel_argmax(divided, columns_of(divided), keys)
+            tokens, _ = _gumbel_argmax(divided, columns_of(divided), keys)
     return jnp.where(valid, tokens, 0), valid
 
 
@@ -198,14 +208,27 @@ def columns_of(values: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
 
 
-def _gumbel_argmax(values: jax.Array, columns: jax.Array, keys: jax.Array) -> jax.Array:
+def best_of(values: jax.Array, top: jax.Array, columns: jax.Array) -> Chosen:
+    """The tokens ``columns`` ``[B, N]`` with the top values, and their lead: 0 if two have the same.
+
+    Example:
+        >>> v = jnp.array([[1.0, 4.0, 3.5]])
+        >>> [a.tolist() for a in best_of(v, v.max(axis=1, keepdims=True), columns_of(v))]
+        [[1], [0.5]]
+    """
+    tokens = first_equal(values, top, columns)
+    others = jnp.where(columns == tokens[:, None], -jnp.inf, values)
+    return Chosen(tokens, top[:, 0] - jnp.max(others, axis=1))
+
+
+def _gumbel_argmax(values: jax.Array, columns: jax.Array, keys: jax.Array) -> Chosen:
     scores = values + _gumbel(keys, columns)
-    return first_equal(scores, jnp.max(scores, axis=1, keepdims=True), columns)
+    return best_of(scores, jnp.max(scores, axis=1, keepdims=True), columns)
 
 
 def _gumbel_argmax_filtered(
     values: jax.Array, keys: jax.Array, settings: Sampling, amounts: Amounts
-) -> jax.Array:
+) -> Chosen:
     width = values.shape[1]
     count = candidate_count(settings, width)
     return _drawn_of_candidates(values, keys, count, *filters(settings, amounts, width))
@@ -213,10 +236,10 @@ def _gumbel_argmax_filtered(
 
 def _drawn_of_candidates(
     values: jax.Array, keys: jax.Array, count: int, top_k: Any, top_p: Any, least: Any
-) -> jax.Array:
+) -> Chosen:
     """The tokens drawn among ``count`` largest logits if these have all that is kept, else among all."""
 
-    def from_all() -> jax.Array:
+    def from_all() -> Chosen:
         threshold = threshold_of(values, top_k, top_p, least)
         return _gumbel_argmax(_kept(values, threshold), columns_of(values), keys)
 
@@ -225,7 +248,7 @@ def _drawn_of_candidates(
     found, tokens = largest(values, count)
     threshold, exact = threshold_among(found, values, top_k, top_p, least)
 
-    def from_few() -> jax.Array:
+    def from_few() -> Chosen:
         return _gumbel_argmax(_kept(found, threshold), tokens, keys)
 
     return jax.lax.cond(jnp.all(exact), from_few, from_all)
@@ -241,7 +264,7 @@ def _filtered(
 
 def _drawn_of_all(
     values: jax.Array, keys: jax.Array, usual: tuple[Any, Any, Any], rare: RareFilters
-) -> jax.Array:
+) -> Chosen:
     """The tokens drawn where some filter needs all of the values."""
     chance = _uniform(_words(keys, jnp.full((keys.shape[0], 1), _XTC, jnp.uint32)))
     return _gumbel_argmax(_filtered(values, usual, rare, chance), columns_of(values), keys)
@@ -254,7 +277,7 @@ def choose_drawn(
     top_p: jax.Array,
     least: jax.Array,
     rare: RareFilters | None = None,
-) -> jax.Array:
+) -> Chosen:
     """The tokens drawn from ``values`` ``[B, V]``, where each row has its own filters, arrays ``[B, 1]``.
 
     Args:
@@ -266,16 +289,16 @@ def choose_drawn(
     width = values.shape[1]
     is_filtered = (top_k < width) | (top_p < 1) | (least > -jnp.inf)
 
-    def filtered() -> jax.Array:
+    def filtered() -> Chosen:
         return _drawn_of_candidates(values, keys, min(_CANDIDATES, width), top_k, top_p, least)
 
-    def plain() -> jax.Array:
+    def plain() -> Chosen:
         return _gumbel_argmax(values, columns_of(values), keys)
 
     if rare is None:
         return jax.lax.cond(jnp.any(is_filtered), filtered, plain)
 
-    def rarely() -> jax.Array:
+    def rarely() -> Chosen:
         return _drawn_of_all(values, keys, (top_k, top_p, least), rare)
 
     which = jnp.where(jnp.any(rare.is_used), 2, jnp.any(is_filtered).astype(jnp.int32))

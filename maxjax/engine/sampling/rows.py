@@ -10,13 +10,14 @@ text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .draw import Sampled, choose_drawn, columns_of, first_equal, row_keys, scaled, top_logprobs
+from .draw import Chosen, Sampled, best_of, choose_drawn, columns_of, row_keys, scaled, top_logprobs
 from .filters import RareFilters
 from .penalties import penalised
 from .sequences import Repeats, Sequences, biased, without_repeats
@@ -24,6 +25,9 @@ from .settings import Sampling
 
 MOST_LOGPROBS = 20
 """How many of the most probable tokens are reported, unless a program is made for more."""
+
+# Two logits are near if they differ by so much of the standard deviation of all, which is that of so many of them.
+_NEAR, _SAMPLE = 1e-4, 4096
 
 
 class RowSettings(NamedTuple):
@@ -221,6 +225,7 @@ def sample_rows(
     tops: int | None = MOST_LOGPROBS,
     allowed: jax.Array | None = None,
     draws: bool = True,
+    step: float = 0.0,
 ) -> Sampled:
     """Samples the next token of each row.
 
@@ -234,10 +239,12 @@ def sample_rows(
         tops: number of most probable tokens that are reported; None: log-probabilities are not reported at all.
         allowed: the tokens that may come next, one bit each, uint32 ``[B, ⌈V / 32⌉]``; None: all.
         draws: False if all rows are greedy: a program without drawing is compiled in a third of the time.
+        step: the relative step of the floats that logits were computed in, for :func:`near_margin`.
 
     Returns:
         The tokens; ``top_tokens`` and ``top_logprobs`` are ``[B, min(tops, V)]``. They and ``logprobs`` are zeros where
-        no row reports them.
+        no row reports them. ``is_near_tie`` is about logits with the noise of drawing, where tokens are drawn; it does
+        not look at what filters exclude.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]] * 2))
@@ -256,10 +263,10 @@ def sample_rows(
         values = jax.lax.cond(jnp.any(~allowed != 0), _masked, unchanged, values, allowed)
     top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
     valid = jnp.isfinite(top)[:, 0]
-    greedy = first_equal(values, top, columns_of(values))
+    greedy = best_of(values, top, columns_of(values))
     is_drawn = settings.temperature > 0
 
-    def drawn(values: jax.Array) -> jax.Array:
+    def drawn(values: jax.Array) -> Chosen:
         keys = jax.random.wrap_key_data(settings.keys, impl="threefry2x32")
         keys = jax.vmap(jax.random.fold_in)(keys, settings.numbers)
         keys = row_keys(keys, None, positions, values.shape[0])
@@ -270,14 +277,16 @@ def sample_rows(
         has_rare = words is not None and words.order is not None
         rare = settings.rare_filters if has_rare else None
         found = choose_drawn(shifted, keys, top_k, top_p, least, rare)
-        return jnp.where(is_drawn, found, greedy)
+        found = found._replace(lead=found.lead * temperature[:, 0])
+        return jax.tree.map(partial(jnp.where, is_drawn), found, greedy)
 
-    tokens = greedy
+    tokens, lead = greedy
     if draws:
-        tokens = jax.lax.cond(jnp.any(is_drawn), drawn, lambda values: greedy, values)
+        tokens, lead = jax.lax.cond(jnp.any(is_drawn), drawn, lambda values: greedy, values)
     tokens = jnp.where(valid, tokens, 0)
+    is_near = lead <= near_margin(logits, top[:, 0], step)
     if tops is None:
-        return Sampled(tokens, valid)
+        return Sampled(tokens, valid, is_near_tie=is_near)
     count = min(tops, logits.shape[1])
     reported = jax.lax.cond(
         jnp.any(settings.has_logprobs),
@@ -288,7 +297,26 @@ def sample_rows(
             jnp.zeros((*tokens.shape, count), jnp.float32),
         ),
     )
-    return Sampled(tokens, valid, *reported)
+    return Sampled(tokens, valid, *reported, is_near_tie=is_near)
+
+
+def near_margin(logits: jax.Array, top: jax.Array, step: float) -> jax.Array:
+    """The difference ``[B]`` up to which rounding may decide between two logits.
+
+    It is 1e-4 of the standard deviation of a row, or a step of the floats that logits were computed in if that is more.
+
+    Args:
+        logits: ``[B, V]``; of a large vocabulary, a part of them tells their standard deviation.
+        top: the largest one of each row, ``[B]``.
+        step: the relative step of these floats: ``jnp.finfo(dtype).eps``.
+
+    Example:
+        >>> near_margin(jnp.array([[0.0, 20.0]]), jnp.array([20.0]), 2**-7).tolist()
+        [0.15625]
+    """
+    few = logits[:, :: max(logits.shape[1] // _SAMPLE, 1)].astype(jnp.float32)
+    deviation = jnp.std(few, axis=1, where=jnp.isfinite(few))
+    return jnp.maximum(_NEAR * deviation, step * jnp.maximum(jnp.abs(top), deviation))
 
 
 def adjusted_rows(
