@@ -11,17 +11,15 @@ Shapes: B rows, N beams of a prompt, P prompts (B = P · N), C continuations of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import UserInputError, checked_integer, shown
+from ...errors import UserInputError
 from ...graph.placement.arrays import put
 from ...kernels import explicit
 from ...lockstep import Lockstep
@@ -38,6 +36,7 @@ from ..sampling.rows import RowSettings, Words, adjusted_rows, uses_order, uses_
 from ..sampling.sequences import sequences_of
 from .batch import MIN_PREFILL, check_chunk, sharding_of_inputs, slice_of
 from .completion import Completion
+from .defaults import GenerationDefaults, check_beams
 from .programs import DispatchTokens, Shardings, replicated, resharded, shardings_on_mesh
 from .request import Prompt, Request
 
@@ -53,42 +52,55 @@ class BeamSettings(NamedTuple):
         length_penalty: the power of its length by which the score of an ended answer is divided.
         early_stopping: True to end with the N-th answer that has ended; False once the best running beam, at its
             present length, is worse than all of them; "never" once no beam can become better, also a longer one.
+        is_default: whether ``generation_config.json`` has said the number of beams.
     """
 
     count: int
     length_penalty: float
     early_stopping: bool | str
+    is_default: bool = False
 
     @staticmethod
-    def of(num_beams: Any, length_penalty: Any, early_stopping: Any, n: int) -> BeamSettings | None:
+    def of(
+        num_beams: Any,
+        length_penalty: Any,
+        early_stopping: Any,
+        n: int,
+        defaults: GenerationDefaults,
+    ) -> BeamSettings | None:
         """The checked settings; None for one beam, which is no search.
 
         Args:
-            num_beams, length_penalty, early_stopping: as for :func:`maxjax.generate`.
+            num_beams, length_penalty, early_stopping: as for :func:`maxjax.generate`; None for the default.
             n: number of answers to a prompt.
+            defaults: the defaults of the checkpoint.
 
         Raises:
             UserInputError: one is out of range, or ``n`` is larger than ``num_beams``.
 
         Example:
-            >>> BeamSettings.of(1, 1.0, False, 3) is None
+            >>> BeamSettings.of(1, None, None, 3, GenerationDefaults()) is None
             True
+            >>> BeamSettings.of(None, None, True, 3, GenerationDefaults(num_beams=4))
+            BeamSettings(count=4, length_penalty=1.0, early_stopping=True, is_default=True)
         """
-        count = checked_integer("num_beams", num_beams)
-        is_number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
-        if not is_number or not math.isfinite(length_penalty):
-            raise UserInputError(f"length_penalty is {shown(length_penalty)}: it must be a number")
-        if not (isinstance(early_stopping, bool) or early_stopping == "never"):
-            raise UserInputError(
-                f"early_stopping is {shown(early_stopping)}: it must be True, False or 'never'"
-            )
+        count = defaults.num_beams if num_beams is None else num_beams
+        penalty = defaults.length_penalty if length_penalty is None else length_penalty
+        stopping = defaults.early_stopping if early_stopping is None else early_stopping
+        check_beams(count, penalty, stopping)
         if count == 1:
-            if length_penalty != 1 or early_stopping:
+            if length_penalty not in (None, 1) or early_stopping:
                 raise UserInputError("length_penalty and early_stopping need num_beams above 1")
             return None
+        found = BeamSettings(count, float(penalty), stopping, num_beams is None)
         if n > count:
-            raise UserInputError(f"n is {n}: it must be at most num_beams, {count}")
-        return BeamSettings(count, float(length_penalty), early_stopping)
+            raise found.refused(f"n is {n}: it must be at most num_beams, {count}")
+        return found
+
+    def refused(self, problem: str) -> UserInputError:
+        """An error that names the file, if the number of beams is its."""
+        of_file = f". num_beams={self.count} is that of generation_config.json: pass num_beams=1 for one text"
+        return UserInputError(problem + of_file if self.is_default else problem)
 
 
 def beam_answers(
@@ -101,7 +113,7 @@ def beam_answers(
         UserInputError: a setting is not supported with beams.
         FloatingPointError: logits became NaN.
     """
-    _check(request, together)
+    _check(request, beams, together)
     check_chunk(chunk)
     order = sorted(range(len(read)), key=lambda i: len(read[i].ids))
     size = max(batch_size // beams.count, 1)
@@ -114,7 +126,7 @@ def beam_answers(
                 yield i * n + rank, _completion(request, read[i], tokens)
 
 
-def _check(request: Request, together: Lockstep) -> None:
+def _check(request: Request, beams: BeamSettings, together: Lockstep) -> None:
     sampling = request.sampling
     problem = None
     if not sampling.is_greedy:
@@ -130,7 +142,7 @@ def _check(request: Request, together: Lockstep) -> None:
     elif ProgramObserver(request.model).is_observed:
         problem = "num_beams is not supported while the model is captured or patched"
     if problem is not None:
-        raise UserInputError(problem)
+        raise beams.refused(problem)
 
 
 def _completion(request: Request, prompt: Prompt, tokens: Sequence[int]) -> Completion:

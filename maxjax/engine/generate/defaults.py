@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ from ...errors import (
     UnknownArgumentError,
     UserInputError,
     checked_integer,
+    shown,
 )
 from ...models.config import read_object
 from ...storage.files import is_there
 from ...storage.save.beside import Files
 from ..sampling.settings import Sampling, eos_token_ids
 
+_LOG = logging.getLogger("maxjax")
 FILE = "generation_config.json"
 # The max_length that old versions of transformers wrote into every config.json: it means unset.
 _UNSET_LENGTH = 20
@@ -42,6 +47,8 @@ class GenerationDefaults:
             only if ``max_new_tokens`` is None.
         eos_ids: the token ids that end an answer.
         stop: the stop strings.
+        num_beams, length_penalty, early_stopping: those of a beam search, which :func:`maxjax.generate` alone has; they
+            are not read where tokens are drawn.
         file: the content of the ``generation_config.json`` that they were read from, or None.
         read: the values that were read from it, which tell :meth:`to_file` whether they were changed.
     """
@@ -51,12 +58,16 @@ class GenerationDefaults:
     max_length: int | None = None
     eos_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     file: str | None = dataclasses.field(default=None, repr=False, compare=False)
     read: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def _values(self) -> tuple[Any, ...]:
-        return self.sampling, self.max_new_tokens, self.max_length, self.eos_ids, self.stop
+        beams = self.num_beams, self.length_penalty, self.early_stopping
+        return self.sampling, self.max_new_tokens, self.max_length, self.eos_ids, self.stop, *beams
 
     def to_file(self, config: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """The content of the ``generation_config.json`` to save; None if ``config.json`` says all of it.
@@ -103,6 +114,8 @@ class GenerationDefaults:
         found |= {"max_length": self.max_length} if self.max_length else {}
         found |= {"eos_token_id": list(self.eos_ids)} if self.eos_ids else {}
         found |= {"stop_strings": list(self.stop)} if self.stop else {}
+        if self.num_beams > 1:
+            found |= {name: getattr(self, name) for name in _BEAM_KEYS}
         return {name: value for name, value in given.items() if name not in _READ} | found
 
 
@@ -111,10 +124,11 @@ _SAME_KEYS = (
     "top_p min_p repetition_penalty min_new_tokens no_repeat_ngram_size typical_p epsilon_cutoff eta_cutoff "
     "xtc_probability xtc_threshold".split()
 )
+_BEAM_KEYS = ("num_beams", "length_penalty", "early_stopping")
 _READ = frozenset(
     "do_sample temperature top_k sequence_bias suppress_tokens bad_words_ids max_new_tokens max_length eos_token_id "
     "stop_strings".split()
-).union(_SAME_KEYS)
+).union(_SAME_KEYS, _BEAM_KEYS)
 
 
 def read_defaults(
@@ -159,7 +173,8 @@ def read_defaults(
         kept = given if there else {**sampling, "eos_token_id": list(ends)} if sampling else None
         found = GenerationDefaults(
             chosen, _count(given, "max_new_tokens"), _count(given, "max_length"),
-            ends or eos_ids, _stops(given), None if kept is None else json.dumps(kept),
+            ends or eos_ids, _stops(given), file=None if kept is None else json.dumps(kept),
+            **({} if given.get("do_sample") else _beams(given)),
         )  # fmt: skip
         return dataclasses.replace(found, read=found._values)
     except UserInputError as error:
@@ -182,6 +197,31 @@ def end_tokens(directory: Path | Files, config: Mapping[str, Any]) -> tuple[int,
 def _count(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
     return None if value is None else checked_integer(name, value)
+
+
+def _beams(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a beam search; none if the file has one beam."""
+    if (given.get("num_beams") or 1) == 1:
+        return {}
+    found = {name: given[name] for name in _BEAM_KEYS if given.get(name) is not None}
+    check_beams(**found)
+    _LOG.warning(
+        "num_beams=%d of the generation config is for maxjax.generate: everything else writes one text",
+        found["num_beams"],
+    )
+    return found
+
+
+def check_beams(num_beams: Any, length_penalty: Any = 1.0, early_stopping: Any = False) -> None:
+    """Raises UserInputError unless these are settings of :func:`maxjax.generate`."""
+    checked_integer("num_beams", num_beams)
+    is_number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
+    if not is_number or not math.isfinite(length_penalty):
+        raise UserInputError(f"length_penalty is {shown(length_penalty)}: it must be a number")
+    if not (isinstance(early_stopping, bool) or early_stopping == "never"):
+        raise UserInputError(
+            f"early_stopping is {shown(early_stopping)}: it must be True, False or 'never'"
+        )
 
 
 def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from ..sampling.settings import Sampling
 from .batches import BatchStream, in_batches
 from .beams import BeamSettings, beam_answers
 from .completion import Completion
+from .defaults import GenerationDefaults
 from .request import Prompt, Request, listed
 from .stream import STREAM_S, Stream, checked_guesses, scheduler_for
 
@@ -43,9 +44,9 @@ def generate(
     prompts: Any = None,
     *,
     n: int | None = None,
-    num_beams: int = 1,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
+    num_beams: int | None = None,
+    length_penalty: float | None = None,
+    early_stopping: bool | str | None = None,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
     eos_ids: Sequence[int] | None = None,
@@ -79,10 +80,12 @@ def generate(
         n: the number of answers to each prompt, which differ if tokens are drawn or ``num_beams`` is larger; None
             for one.
         num_beams: the number of answers that are continued side by side, of which the best are returned (beam search,
-            as in transformers). It is for greedy settings, with ``eos_ids`` and without stop strings.
-        length_penalty: the power of its length by which the score of a beam, its log-probability, is divided.
+            as in transformers); by default that of ``generation_config.json``, or 1. It is for greedy settings, with
+            ``eos_ids`` and without stop strings.
+        length_penalty: the power of its length by which the score of a beam, its log-probability, is divided; 1 by
+            default.
         early_stopping: True to stop when ``num_beams`` answers have ended, False when the best of the others, at its
-            present length, is worse than these, "never" when none of the others can become better.
+            present length, is worse than these, "never" when none of the others can become better; False by default.
         max_new_tokens: the maximum number of generated tokens; the default is that of
             ``generation_config.json``, or 256. The model's context length is a limit as well.
         stop: one or more stop strings; they end an answer and are not part of it.
@@ -134,7 +137,8 @@ def generate(
     check_is_tokenizer(tokenizer)
     single, several = listed(prompts)
     count = 1 if n is None else checked_integer("n", n)
-    beams = BeamSettings.of(num_beams, length_penalty, early_stopping, count)
+    defaults = getattr(model, "generation", None) or GenerationDefaults()
+    beams = BeamSettings.of(num_beams, length_penalty, early_stopping, count, defaults)
     found = dict(_answers(
         model, tokenizer, several, "the prompt" if single else "prompts[{}]", count, beams, stop=stop, eos_ids=eos_ids,
         max_new_tokens=max_new_tokens, key=key, sampling=sampling, batch_size=batch_size, chunk=chunk,
@@ -219,7 +223,7 @@ def _answers(
         options = {"batch_size": batch_size, "chunk": chunk, "cache_dtype": cache_dtype}
         guesses = checked_guesses(model, together, speculation, draft)
         if beams is not None and guesses:
-            raise UserInputError("speculation is not supported for beam search")
+            raise beams.refused("speculation is not supported for beam search")
         if beams is not None:
             answers = beam_answers(request, read, beams, count, together, **options)
         elif model.shares_pages():

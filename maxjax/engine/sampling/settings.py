@@ -446,7 +446,6 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
 
 # Settings that are not supported, with the values that have no effect on the result.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
     "num_beam_groups": (1,),
     "diversity_penalty": (0,),
     "penalty_alpha": (0,),
@@ -466,6 +465,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
 }
 _UNSUPPORTED_IN_DRAWING: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
     "top_h": (),
     "mirostat": (0,),  # llama.cpp's
 }

@@ -1,11 +1,15 @@
 """Beam search: the answers of transformers, token for token."""
 
+import dataclasses
+import json
+
 import jax
 import numpy as np
 import pytest
 
 import maxjax
-from maxjax.errors import UserInputError
+from maxjax.engine.generate.defaults import read_defaults
+from maxjax.errors import CheckpointFormatError, UserInputError
 from tests.models import decoders
 from tests.models.decoders import ids_of, one_character_each, ours
 from tests.models.test_text_lengths import BORDER, MODELS
@@ -180,6 +184,53 @@ def test_what_has_no_beams_says_so(model):
             engine.submit([1], num_beams=2)
     with pytest.raises(TypeError, match="which alone has beam search"):
         list(maxjax.generate_each(model, None, [[1]], num_beams=2))
+
+
+def test_generation_config(model, tmp_path, caplog):
+    """The beams of the checkpoint are those of generate, as in transformers, unless the call says otherwise."""
+    content = {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True, "eos_token_id": ENDS}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    defaults = read_defaults(tmp_path)
+    assert "num_beams=3 of the generation config is for maxjax.generate" in caplog.text
+    assert defaults.to_file() == content
+    changed = dataclasses.replace(defaults, length_penalty=0.5)
+    assert changed.to_file() == content | {"length_penalty": 0.5}
+    prompt, plain = [5, 6, 7], {"max_new_tokens": 12, "eos_ids": ENDS}
+    wanted = maxjax.generate(
+        model, None, prompt, num_beams=3, length_penalty=2.0, early_stopping=True, **plain
+    )
+    greedy = maxjax.generate(model, None, prompt, **plain)
+    assert wanted.tokens != greedy.tokens
+    tuned = maxjax.replace(model, {})
+    tuned.generation = defaults
+    generate = lambda **options: maxjax.generate(tuned, None, prompt, max_new_tokens=12, **options)
+    assert generate().tokens == wanted.tokens
+    assert generate(num_beams=1).tokens == greedy.tokens
+    assert "".join(maxjax.stream(tuned, None, prompt, max_new_tokens=12)) == ""
+    for options in ({"temperature": 1.0}, {"n": 4}, {"speculation": "lookup"}):
+        with pytest.raises(
+            UserInputError, match="that of generation_config.json: pass num_beams=1"
+        ):
+            generate(**options)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"num_beams": "4"}, "num_beams is '4'"),
+        ({"num_beams": 4, "length_penalty": [1]}, "length_penalty is"),
+    ],
+)
+def test_invalid_beams_of_a_file(tmp_path, content, says):
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointFormatError, match=says):
+        read_defaults(tmp_path)
+
+
+def test_beams_that_draw_are_not_supported(tmp_path, caplog):
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "do_sample": true}')
+    assert read_defaults(tmp_path).num_beams == 1
+    assert "not supported: num_beams" in caplog.text
 
 
 def test_not_finite(model):
