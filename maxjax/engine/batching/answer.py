@@ -6,13 +6,28 @@ import asyncio
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from ..generate.completion import Completion
+from ..sampling.settings import Sampling
 from .running import RunningText
 
 _LOG = logging.getLogger("maxjax")
+
+
+# The settings that exclude each other: one of them that is given takes the place of the others.
+_GRAMMARS = frozenset({"schema", "regex", "grammar"})
+_SETTINGS = {field.name for field in fields(Sampling)}
+
+
+class Branch(NamedTuple):
+    """A prompt and the tokens of an answer to it, from which another answer goes on."""
+
+    prompt: list[int]
+    written: list[int]
 
 
 class PendingAnswer:
@@ -37,10 +52,13 @@ class PendingAnswer:
         self._callbacks: list[Callable[[PendingAnswer], None]] = []
         self._text: RunningText | None = None
         self._engine: Any = None
+        self._engine_of_forks: Any = lambda: None
+        self._options: dict[str, Any] = {}
 
-    def begin(self, text: RunningText, engine: Any) -> None:
-        """Learns what it is the answer to, and keeps the engine until it has ended."""
-        self._text, self._engine = text, engine
+    def begin(self, text: RunningText, engine: Any, options: dict[str, Any]) -> None:
+        """Learns what it is the answer to, and the options of ``submit``; keeps the engine until it has ended."""
+        self._text, self._engine, self._options = text, engine, options
+        self._engine_of_forks = weakref.ref(engine)
 
     def take(self, piece: str) -> None:
         """Takes a piece from the engine's thread."""
@@ -115,6 +133,40 @@ class PendingAnswer:
                 self._callbacks.append(function)
                 return
         function(self)
+
+    def fork(self, **changes: Any) -> PendingAnswer:
+        """Submits another answer, which goes on from the tokens of this one so far; this one goes on too.
+
+        Both share the pages of these tokens. The other one has only its own tokens: those so far are the end of its
+        prompt, without an end-of-text token.
+
+        Args:
+            changes: arguments of :meth:`Engine.submit`; the others are as for this answer. Without ``key``, the other
+                one draws with another key. A ``schema``, ``regex`` or ``grammar`` that is given here begins here; that
+                of this answer goes on.
+
+        Raises:
+            UserInputError, TypeError, RuntimeError: as for :meth:`Engine.submit`.
+
+        Example:
+            >>> import maxjax
+            >>> with maxjax.Engine(*maxjax.load("tiny"), slots=2) as engine:
+            ...     answer = engine.submit("What is 37 + 48?", max_new_tokens=4)
+            ...     answer.result(), answer.fork(max_new_tokens=40).result()
+            ('37 + ', '48 = 85')
+        """
+        assert self._text is not None
+        engine = self._engine_of_forks()
+        if engine is None:
+            raise RuntimeError("the engine is closed")
+        prompt = self._text.tokens[: self._text.prompt_length]
+        branch = Branch(prompt, self._text.partial.unended_tokens())
+        if not _GRAMMARS.isdisjoint(changes):
+            branch, changes = [*prompt, *branch.written], dict.fromkeys(_GRAMMARS) | changes
+        settings = {name: changes.pop(name) for name in _SETTINGS & changes.keys()}
+        if settings and "sampling" not in changes:
+            settings = {"sampling": replace(self._options["sampling"], **settings)}
+        return engine.submit(branch, **self._options | changes | settings)
 
     def cancel(self) -> None:
         """Ends the answer where it is: :meth:`result` is what was written before. Others go on."""

@@ -25,7 +25,7 @@ from ..generate.request import Prompt, Request
 from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
 from .adapters import Adapters
-from .answer import PendingAnswer
+from .answer import Branch, PendingAnswer
 from .compile import compile_programs
 from .draft import check_speculation
 from .grammar import matcher_of
@@ -231,20 +231,28 @@ class Engine:
                 f"logprobs is {request.sampling.logprobs}: in an Engine it is at most {MOST_LOGPROBS}"
             )
         answer = PendingAnswer(self._worker)
-        read = request.prompt(prompt)
+        prompt, written = prompt if isinstance(prompt, Branch) else (prompt, ())
+        read = request.prompt([*prompt, *written] if written else prompt)
         self._check_fits(read, request)
         matcher = None
         if any(one is not None for one in (schema, regex, grammar)):
             forms = {"schema": schema, "regex": regex, "grammar": grammar}
             size = self.model.config.vocab_size
             matcher = matcher_of(self.tokenizer, size, request.eos_ids, **forms)
+            for token in written:
+                matcher.accept(token)
         number = next(self._numbers)
         text = running_text(
             request, read, key, number if key is None else 0, number=number, matcher=matcher, priority=priority,
             salt=(salt or "").encode("utf-8", "surrogatepass"), adapter=adapter,
             on_text=answer.take, on_end=answer.finish,
         )  # fmt: skip
-        answer.begin(text, self)
+        options = {
+            "max_new_tokens": request.max_new_tokens, "stop": request.stops, "eos_ids": request.eos_ids,
+            "sampling": request.sampling, "skip_special_tokens": skip_special_tokens, "priority": priority,
+            "salt": salt, "adapter": adapter, "schema": schema, "regex": regex, "grammar": grammar,
+        }  # fmt: skip
+        answer.begin(text, self, options)
         self._worker.add(text)
         return answer
 

@@ -164,7 +164,7 @@ class TextMemory:
         if self.is_recurrent or text.is_lazy:
             return []
         salt = repr((text.salt, text.loaded, text.text_length)).encode()
-        return self._pages[0].keys(text.tokens[:count], salt)
+        return self._pages[0].keys(text.tokens[:count], salt, text.keys or ())
 
     def has(self, key: Key) -> bool:
         """Whether a page has this key."""

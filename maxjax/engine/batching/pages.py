@@ -58,15 +58,17 @@ class Pages:
         """The number of pages of so many tokens; 0 in a pool without pages, whose model keeps no keys and values."""
         return -(-tokens // self.size) if self.count else 0
 
-    def keys(self, tokens: Sequence[int], salt: bytes) -> list[Key]:
+    def keys(self, tokens: Sequence[int], salt: bytes, known: Sequence[Key] = ()) -> list[Key]:
         """The keys of the pages that these tokens fill.
 
         Args:
             tokens: token ids of a text, from its beginning.
             salt: what else decides the content of the pages.
+            known: the keys of the first of them.
         """
-        key, found = salt, []
-        for start in range(0, len(tokens) - self.size + 1, self.size):
+        found = list(known[: len(tokens) // self.size])
+        key = found[-1] if found else salt
+        for start in range(len(found) * self.size, len(tokens) - self.size + 1, self.size):
             page = np.asarray(tokens[start : start + self.size], np.int32).tobytes()
             key = hashlib.blake2b(key + page, digest_size=16).digest()
             found.append(key)

@@ -83,7 +83,7 @@ class RunningText:
         stored: number of tokens whose keys and values are in its pages.
         recorded: the largest number that ``stored`` has had: what captures have seen.
         slot, pages: what it has of the engine's memory.
-        keys: what its prompt's pages are known by; None until the scheduler has computed them.
+        keys: what its full pages are known by; None until the scheduler has computed them.
         is_cancelled: whether it is to end as it is.
         has_last_token: whether the last of its tokens is there, whose text may still have to be made.
         received: tokens whose text has not been made: dispatches, and the text's row in each.

@@ -265,6 +265,14 @@ class Scheduler:
         """The keys of the pages of a text's first tokens; none if pages are not shared."""
         return [] if self.calls.observer.is_observed else self.memory.keys(text, count)
 
+    def _publish(self, text: RunningText) -> None:
+        """Lets other texts share the pages that a text has filled."""
+        # What steps have stored has not the same bits as what is read.
+        count = min(text.stored, text.prompt_length) if self.calls.is_exact else text.stored
+        if count // self.memory.page_size > len(text.keys or ()):
+            text.keys = self._keys(text, count)
+        self.memory.publish(text, (text.keys or ())[: count // self.memory.page_size])
+
     def _is_prefix_coming(self, text: RunningText) -> bool:
         """Whether a text is being read whose pages this one will share."""
         assert text.keys is not None
@@ -279,9 +287,7 @@ class Scheduler:
         """Takes slot and pages from a text."""
         is_valid = not isinstance(text.error, FloatingPointError)
         if is_valid:
-            # What steps have stored has not the same bits as what is read.
-            count = min(text.stored, text.prompt_length) if self.calls.is_exact else text.stored
-            self.memory.publish(text, self._keys(text, count))
+            self._publish(text)
         self.memory.release(text, is_valid=is_valid)
         self.running.remove(text)
 
@@ -394,6 +400,8 @@ class Scheduler:
                 text.stored += int(found.counts[row])
                 text.recorded = max(text.recorded, text.stored)
                 text.receive(found, row)
+                if text.stored % self.memory.page_size < found.counts[row]:
+                    self._publish(text)
         self.steps += done
         self.busy_rows += int(np.minimum(found.counts, done).sum())
         self.written += int(found.counts.sum())

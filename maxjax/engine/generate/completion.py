@@ -205,6 +205,11 @@ class PartialCompletion:
             if piece:
                 yield piece
 
+    def unended_tokens(self) -> list[int]:
+        """The tokens so far, without an end-of-text token that has ended the answer."""
+        found = list(self.tokens)
+        return found[:-1] if isinstance(self._stop, int) and found else found
+
     def cut(self, dispatches: Iterable[DispatchTokens], count: int, flushed: bool) -> None:
         """Makes this the answer of the first ``count`` tokens in row 0 of these dispatches."""
         if (len(self.tokens), self.flushed) != (count, flushed):
