@@ -15,7 +15,7 @@ from ..models.weights import model_facts, shardings_of
 from ..text.chat import is_message
 from ..text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from .bucket import bucket
-from .generate.completion import TokenLogprob
+from .generate.completion import TokenLogprob, token_logprobs
 from .generate.request import encoded, listed, prompt_ids
 from .isolation import isolated
 from .token_losses import TextTokens, TokenLosses, check_scores, row_losses
@@ -275,10 +275,5 @@ def _result(text: _Text, found: TokenLosses, which: str) -> Score:
         raise FloatingPointError(
             f"{which}: the logits of the model are NaN: maxjax.first_nan names the layer where they begin"
         )
-    tops = (
-        tuple(zip(*pair, strict=True))
-        for pair in zip(top_tokens.tolist(), top.tolist(), strict=True)
-    )
-    each = zip(text.ids[text.first :], (-losses).tolist(), tops, strict=True)
-    logprobs = tuple(TokenLogprob(*one) for one in each)
+    logprobs = token_logprobs(text.ids[text.first :], -losses, top_tokens, top)
     return Score(logprobs, tuple(text.ids[: text.first]), bool(best.all()))

@@ -168,15 +168,7 @@ def losses_of(
 
     def losses(part: tuple[jax.Array, jax.Array]) -> TokenLosses:
         states, targets = part
-        logits = model.logits(states)  # [B, chunk, V] in float32
-        # A sum, and not a gather, so that logits split over the vocabulary stay where they are.
-        tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-        chosen = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0.0), axis=-1)
-        total = jax.nn.logsumexp(logits, axis=-1)
-        top_tokens, top = _largest(logits, tops, gathered)
-        return TokenLosses(
-            total - chosen, chosen >= jnp.max(logits, axis=-1), top_tokens, top - total[..., None]
-        )
+        return losses_of_logits(model.logits(states), targets, tops, gathered)
 
     def joined(array: jax.Array) -> jax.Array:  # [n, B, chunk, …] → [B, T, …]
         array = jnp.moveaxis(array, 0, 1)
@@ -185,6 +177,20 @@ def losses_of(
 
     found = jax.lax.map(losses, (chunks(states), chunks(targets)))
     return jax.tree.map(joined, found), taps
+
+
+def losses_of_logits(
+    logits: jax.Array, targets: jax.Array, tops: int, gathered: NamedSharding | None
+) -> TokenLosses:
+    """The TokenLosses of targets ``[B, T]``, given logits ``[B, T, V]`` in float32."""
+    # A sum, and not a gather, so that logits split over the vocabulary stay where they are.
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    chosen = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0.0), axis=-1)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    top_tokens, top = _largest(logits, tops, gathered)
+    return TokenLosses(
+        total - chosen, chosen >= jnp.max(logits, axis=-1), top_tokens, top - total[..., None]
+    )
 
 
 def _largest(

@@ -182,6 +182,7 @@ class Engine:
         priority: int = 0,
         salt: str | None = None,
         adapter: str | None = None,
+        prompt_logprobs: bool | int | None = None,
         schema: Any = None,
         regex: str | None = None,
         grammar: str | None = None,
@@ -201,6 +202,9 @@ class Engine:
             salt: only prompts with an equal one share pages, so that the time of an answer tells nobody whether others
                 have asked with the same beginning.
             adapter: the name of the LoRA adapter that the model has for this answer; None for the model alone.
+            prompt_logprobs: True for the log-probability of each token of the prompt, in ``prompt_logprobs`` of the
+                Completion; a number for so many most probable tokens beside it, at most 20. The prompt is then read by
+                itself and as a whole, also where it begins as an earlier one.
             schema: a JSON schema that the answer matches, as a dict or text, a class of pydantic, or a dataclass.
             regex: a regular expression that the whole answer matches.
             grammar: a grammar that the answer follows, in the syntax of Lark or of llama.cpp (GBNF).
@@ -230,6 +234,7 @@ class Engine:
             raise UserInputError(
                 f"logprobs is {request.sampling.logprobs}: in an Engine it is at most {MOST_LOGPROBS}"
             )
+        tops = _prompt_tops(prompt_logprobs)
         answer = PendingAnswer(self._worker)
         prompt, written = prompt if isinstance(prompt, Branch) else (prompt, ())
         read = request.prompt([*prompt, *written] if written else prompt)
@@ -244,13 +249,14 @@ class Engine:
         number = next(self._numbers)
         text = running_text(
             request, read, key, number if key is None else 0, number=number, matcher=matcher, priority=priority,
-            salt=(salt or "").encode("utf-8", "surrogatepass"), adapter=adapter,
+            salt=(salt or "").encode("utf-8", "surrogatepass"), adapter=adapter, prompt_logprobs=tops,
             on_text=answer.take, on_end=answer.finish,
         )  # fmt: skip
         options = {
-            "max_new_tokens": request.max_new_tokens, "stop": request.stops, "eos_ids": request.eos_ids,
-            "sampling": request.sampling, "skip_special_tokens": skip_special_tokens, "priority": priority,
-            "salt": salt, "adapter": adapter, "schema": schema, "regex": regex, "grammar": grammar,
+            "max_new_tokens": max_new_tokens, "stop": request.stops, "eos_ids": request.eos_ids,
+            "sampling": request.sampling, "skip_special_tokens": skip_special_tokens, "shows_marks": shows_marks,
+            "priority": priority, "salt": salt, "adapter": adapter, "schema": schema, "regex": regex,
+            "grammar": grammar,
         }  # fmt: skip
         answer.begin(text, self, options)
         self._worker.add(text)
@@ -504,6 +510,12 @@ def page_count(
             f"device, and what {slots} slots need beside pages {bytes_text(one - page)}"
         )
     return int(count)
+
+
+def _prompt_tops(given: bool | int | None) -> int | None:
+    if given is None or isinstance(given, bool):
+        return 0 if given else None
+    return checked_integer("prompt_logprobs", given, 0, MOST_LOGPROBS)
 
 
 def _adapter_name(name: Any) -> str:

@@ -178,7 +178,9 @@ class TextMemory:
 
     def start(self, text: RunningText) -> bool:
         """Gives a text its slot and pages, and those that it shares; False if there are too few."""
-        keys, size = text.keys or [], text.limit if self._is_exact else len(text.tokens)
+        # A prompt that is scored must be read as a whole.
+        keys = [] if text.scores_prompt else text.keys or []
+        size = text.limit if self._is_exact else len(text.tokens)
         if text.slot is not None:  # it has what another one has left
             if self.add_pages(text, size):
                 return True

@@ -25,6 +25,7 @@ from ..generate.programs import MAX_STEPS, DispatchTokens, Shardings, replicated
 from ..sampling.draw import Sampled
 from ..sampling.rows import RowSettings, Words, sample_rows
 from ..sampling.settings import GREEDY
+from ..token_losses import losses_of_logits
 from .grammar import mask_words
 from .running import RunningText
 
@@ -211,6 +212,33 @@ def read(
     last = jnp.take_along_axis(ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     texts = texts._replace(lengths=cache.lengths)
     return _read(memory.words, cache.pool, texts, logits, last, how, shardings), taps
+
+
+@partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
+def read_scored(
+    model: Any, memory: EngineMemory, texts: TextRows, ids: jax.Array, counts: jax.Array, targets: jax.Array, *,
+    how: Choosing, shardings: Shardings = None, patches: Any = (),
+) -> Any:  # fmt: skip
+    """Reads tokens as :func:`read` does, and scores the tokens after each of them.
+
+    Args:
+        targets: the token after each, int32 ``[B, T]``.
+
+    Returns:
+        The memory, and the samples with the TokenLosses of the targets; and what captures of the model have recorded.
+    """
+    cache = texts.cache(memory)
+    (logits, cache), taps = tapped(model, patches, lambda: model(ids, cache, lengths=counts))
+    logits = replicated(logits, shardings)
+    found = losses_of_logits(logits, targets, how.tops or 0, None)
+    at = jnp.maximum(counts - 1, 0)[:, None]
+    logits, last = (
+        jnp.take_along_axis(logits, at[..., None], 1)[:, 0],
+        jnp.take_along_axis(ids, at, 1)[:, 0],
+    )
+    texts = texts._replace(lengths=cache.lengths)
+    memory, sampled = _read(memory.words, cache.pool, texts, logits, last, how, shardings)
+    return (memory, (sampled, found)), taps
 
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)

@@ -11,8 +11,9 @@ import numpy as np
 
 from ..bucket import bucket
 from ..generate.programs import DispatchTokens
+from ..token_losses import TokenLosses, chunk_of
 from .calls import Calls
-from .programs import LEAST_TOKENS, joined_tokens, read, read_tokens
+from .programs import LEAST_TOKENS, joined_tokens, read, read_scored, read_tokens
 from .running import RunningText, Stage
 
 # Up to this position, tokens of several texts are read together, each of which attends to its text by itself.
@@ -33,6 +34,9 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> Re
     for text in running:
         if text.stage is Stage.READING and room > 0:
             count = min(text.unread, room)
+            if text.scores_prompt:  # all of their logits are in memory
+                fits = chunk_of(calls.memory.groups, chunk, calls.vocab_size)
+                count = min(count, max(fits, calls.memory.page_size))
             if calls.is_exact and count < text.unread:
                 count -= (
                     count % calls.memory.page_size
@@ -43,7 +47,10 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> Re
     joined = [piece for piece in pieces if _may_join(calls, *piece)]
     near_ties = _read_tokens(calls, joined) if joined else 0
     rest = [(text, count) for text, count in pieces if (text, count) not in joined]
-    near_ties += sum(_read_pieces(calls, row) for row in _rows_of_pieces(calls, rest))
+    for is_scored in (False, True):
+        alike = [piece for piece in rest if piece[0].scores_prompt == is_scored]
+        rows = list(_rows_of_pieces(calls, alike))
+        near_ties += sum(_read_pieces(calls, row, is_scored) for row in rows)
     began = sum(text.stage is not Stage.READING for text, _ in pieces)
     return ReadCounts(sum(n for _, n in pieces), began, near_ties)
 
@@ -52,7 +59,8 @@ def _may_join(calls: Calls, text: RunningText, count: int) -> bool:
     """Whether tokens of a text are read together with those of others."""
     is_short = text.stored + count <= RAGGED
     is_ragged = calls.is_ragged and not calls.is_exact
-    return is_short and is_ragged and not calls.observer.is_observed
+    is_alone = calls.observer.is_observed or text.scores_prompt
+    return is_short and is_ragged and not is_alone
 
 
 def _read_tokens(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> int:
@@ -99,25 +107,36 @@ def _rows_of_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> 
             yield [piece if i == g else None for i in range(len(groups))]
 
 
-def _read_pieces(calls: Calls, pieces: Sequence[tuple[RunningText, int] | None]) -> int:
-    """Reads tokens of one text in each group of devices; returns the number of near-ties."""
+def _read_pieces(
+    calls: Calls, pieces: Sequence[tuple[RunningText, int] | None], is_scored: bool
+) -> int:
+    """Reads tokens of one text in each group of devices, and scores them or not; returns the number of near-ties."""
     texts = [None if piece is None else piece[0] for piece in pieces]
     counts = np.asarray([0 if piece is None else piece[1] for piece in pieces], np.int32)
     width = calls.memory.page_size if calls.is_exact else bucket(int(counts.max()), LEAST_TOKENS)
     ids = np.zeros((len(texts), width), np.int32)
+    targets = np.zeros_like(ids)
     for row, text in enumerate(texts):
         if text is not None:
             ids[row, : counts[row]] = text.tokens[text.stored : text.stored + counts[row]]
+            following = text.tokens[text.stored + 1 : text.stored + 1 + counts[row]]
+            targets[row, : len(following)] = following
     pairs = list(zip(texts, counts, strict=True))
     finishes = [text is not None and n == text.unread for text, n in pairs]
     arrays = calls.text_rows(texts, finishes, gathers=True)
     again = any(text is not None and text.stored < text.recorded for text in texts)
-    sampled = calls.run(
-        read, texts, arrays, ids, counts, width=width, counts=lambda _: counts, keeps=not again
-    )
-    for text, count in pairs:
+    options = {"width": width, "counts": lambda _: counts, "keeps": not again}
+    losses = None
+    if is_scored:
+        found = calls.run(read_scored, texts, arrays, ids, counts, targets, **options)
+        sampled, losses = found[0], jax.device_get(found[1])
+    else:
+        sampled = calls.run(read, texts, arrays, ids, counts, **options)
+    for row, (text, count) in enumerate(pairs):
         if text is not None:
             _mark_read(calls, text, int(count))
+            if losses is not None:
+                text.receive_losses(TokenLosses(*(array[row, :count] for array in losses)))
     return _take_first(calls, texts, sampled)
 
 

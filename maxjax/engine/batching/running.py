@@ -33,7 +33,7 @@ import numpy as np
 
 from ...errors import UserInputError
 from ...nn.random_key import checked_key
-from ..generate.completion import PartialCompletion
+from ..generate.completion import PartialCompletion, token_logprobs
 from ..generate.programs import DispatchTokens
 from ..generate.request import Prompt, Request
 from ..isolation import isolated
@@ -41,6 +41,7 @@ from ..sampling.penalties import check_tokens
 from ..sampling.rows import RowSettings, uses_words
 from ..sampling.sequences import Sequences, sequences_of
 from ..sampling.settings import Sampling
+from ..token_losses import TokenLosses
 from .adapters import LoadedAdapter
 from .grammar import Matcher
 from .pages import Key
@@ -70,6 +71,8 @@ class RunningText:
         priority: texts with a smaller number are started first.
         salt: only texts with an equal salt share pages.
         adapter: the name of its adapter; None for none.
+        prompt_logprobs: number of most probable tokens that are reported beside each token of the prompt; None: nothing
+            is reported about the prompt.
         on_text: function that is called with each piece of text.
         on_end: function that is called with this object when it has ended.
         is_lazy: whether somebody else than the scheduler makes its :meth:`pieces`. It then keeps slot and pages when it
@@ -96,6 +99,7 @@ class RunningText:
         self, partial: PartialCompletion, prompt: list[int], limit: int, settings: RowSettings, *,
         bias: np.ndarray | None = None, sequences: Sequences | None = None, matcher: Matcher | None = None,
         number: int = 0, priority: int = 0, salt: bytes = b"", adapter: str | None = None,
+        prompt_logprobs: int | None = None,
         on_text: Callable[[str], None] = lambda piece: None,
         on_end: Callable[[RunningText], None] = lambda text: None, is_lazy: bool = False,
         after: RunningText | None = None,
@@ -104,7 +108,8 @@ class RunningText:
         self.sequences = sequences
         self.prompt_length, self.tokens = len(prompt), list(prompt)
         self.number, self.priority, self.salt, self.matcher = number, priority, salt, matcher
-        self.adapter = adapter
+        self.adapter, self._prompt_logprobs = adapter, prompt_logprobs
+        self._losses: list[TokenLosses] = []
         self.loaded: LoadedAdapter | None = None
         self._on_text, self._on_end = on_text, on_end
         self.stage = Stage.WAITING
@@ -128,6 +133,21 @@ class RunningText:
     def unread(self) -> int:
         """The number of tokens that the model must read before it can choose the next one."""
         return len(self.tokens) - self.stored
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are to be computed when it is read."""
+        return self._prompt_logprobs is not None and self.partial.prompt_logprobs is None
+
+    def receive_losses(self, found: TokenLosses) -> None:
+        """Adds what is known of the tokens after those of the prompt that have been read last."""
+        self._losses.append(found)
+        if self.stored < self.prompt_length:
+            return
+        losses, _, tokens, logprobs = map(np.concatenate, zip(*self._losses, strict=True))
+        n, prompt, self._losses = self._prompt_logprobs, self.tokens[1 : self.prompt_length], []
+        each = token_logprobs(prompt, -losses[:-1], tokens[:-1, :n], logprobs[:-1, :n])
+        self.partial.prompt_logprobs = None, *each
 
     def receive(self, found: DispatchTokens, row: int) -> None:
         """Adds the tokens that a dispatch has chosen for the text in a row; their text is made by :meth:`pieces`."""
@@ -199,7 +219,7 @@ class RunningText:
 
     def wait_again(self) -> None:
         """Goes back to the queue, after the scheduler has taken its slot and pages."""
-        self.stage, self.stored, self.keys = Stage.WAITING, 0, None
+        self.stage, self.stored, self.keys, self._losses = Stage.WAITING, 0, None, []
 
 
 @isolated()

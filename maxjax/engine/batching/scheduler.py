@@ -276,6 +276,8 @@ class Scheduler:
     def _is_prefix_coming(self, text: RunningText) -> bool:
         """Whether a text is being read whose pages this one will share."""
         assert text.keys is not None
+        if text.scores_prompt:
+            return False
         missing = next((key for key in text.keys if not self.memory.has(key)), None)
         return missing is not None and any(
             missing in (one.keys or ())[one.stored // self.memory.page_size :]

@@ -33,6 +33,15 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+def token_logprobs(
+    tokens: Sequence[int], logprobs: Any, top_tokens: Any, top_logprobs: Any
+) -> tuple[TokenLogprob, ...]:
+    """Tokens with their log-probabilities ``[T]``, and the most probable ones ``[T, n]``, arrays of NumPy."""
+    pairs = zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True)
+    tops = (tuple(zip(*pair, strict=True)) for pair in pairs)
+    return tuple(map(TokenLogprob, tokens, logprobs.tolist(), tops))
+
+
 class Completion(str):
     """The text that a model generated: a str with the token ids and the finish reason.
 
@@ -46,6 +55,8 @@ class Completion(str):
         prompt: the text that the model has continued: a chat as its template has formatted it, or a
             text as it was given; None if the prompt was token ids.
         logprobs: one :class:`TokenLogprob` for each token, or None if they were not requested.
+        prompt_logprobs: the same for each token of the prompt, with None for the first one; None if they were not
+            requested.
         marked: the text with the marks of its parts, such as ``[THINK]``, which the text is without
             where they are special tokens.
         near_ties: the positions in ``tokens`` of those that rounding may have decided: the two best logits, with the
@@ -65,6 +76,7 @@ class Completion(str):
     prompt_tokens: tuple[int, ...]
     prompt: str | None
     logprobs: tuple[TokenLogprob, ...] | None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
     marked: str
     near_ties: tuple[int, ...]
 
@@ -78,6 +90,7 @@ class Completion(str):
         prompt_tokens: Sequence[int] = (),
         prompt: str | None = None,
         logprobs: Sequence[TokenLogprob] | None = None,
+        prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
         marked: str | None = None,
         near_ties: Sequence[int] = (),
     ) -> Completion:
@@ -85,6 +98,7 @@ class Completion(str):
         made.tokens, made.prompt_tokens = tuple(tokens), tuple(prompt_tokens)
         made.finish_reason, made.stop, made.prompt = finish_reason, stop, prompt
         made.logprobs = None if logprobs is None else tuple(logprobs)
+        made.prompt_logprobs = None if prompt_logprobs is None else tuple(prompt_logprobs)
         made.marked = text if marked is None else marked
         made.near_ties = tuple(near_ties)
         return made
@@ -140,6 +154,7 @@ class PartialCompletion:
     Attributes:
         done: whether an end-of-text token or a stop string has ended the answer.
         flushed: whether :meth:`flush` has ended it.
+        prompt_logprobs: those of the prompt, once it has been read; None if they are not reported.
     """
 
     def __init__(
@@ -158,6 +173,7 @@ class PartialCompletion:
         self._prompt, self._eos, self._prompt_text = prompt, frozenset(eos_ids), prompt_text
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._before, self._logprobs = prompt if continues else (), logprobs
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._kept = [
             mark for mark in (tokenizer.special_ids if tokenizer else ()) if mark in MARKS
         ]
@@ -283,7 +299,8 @@ class PartialCompletion:
         return Completion(
             "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
             finish_reason="length" if self._stop is None and not self._is_whole else "stop",
-            logprobs=self.logprobs or None, prompt=self._prompt_text, marked=marked, near_ties=self.near_ties,
+            logprobs=self.logprobs or None, prompt_logprobs=self.prompt_logprobs, near_ties=self.near_ties,
+            prompt=self._prompt_text, marked=marked,
         )  # fmt: skip
 
 
