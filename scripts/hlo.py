@@ -392,6 +392,8 @@ class Follow:
             whole, index = given[0], int(one.attribute("index"))
             return whole[index] if type(whole) is tuple and index < len(whole) else None
         if kind == "fusion":
+            if fused and (value := _aliased(one, given)) is not None:
+                return value  # an array in place, which a TPU sees in other tiles
             return self.run(one.called[0], given, times, loops, fused=True)
         if kind == "while":
             return self.loop(one, given[0], times, loops)

@@ -22,7 +22,7 @@ from .pages import checked_table, places_of
 from .pallas import program_device
 from .stack_slice import layer_of
 from .tpu import cache_write as mosaic
-from .tpu.mosaic import LANES
+from .tpu.mosaic import LANES, in_order
 from .tpu.mosaic import unavailable as no_mosaic
 
 
@@ -49,7 +49,8 @@ def write_tokens(
         table: the pages of each sequence, integers ``[B, M]``; then ``place`` is the position of each token in its
             sequence, and token p is written to slot ``p % P`` of page ``table[b, p // P]``. Tokens with negative
             positions, with positions from M · P on, or whose page is outside 0 to N - 1, are dropped; no two
-            others may have the same place. TPUs copy a pool whose slots are last in memory (128 does not divide D).
+            others may have the same place. TPUs write page by page, which takes longer the more often tokens that
+            follow each other are of different pages.
 
     Raises:
         ValueError: the table is not of this form.
@@ -64,7 +65,11 @@ def write_tokens(
     if table is not None:
         table = checked_table(table, place.shape[0])
         fits = has_static_shapes(array, place, table)
-        write: Any = (lambda *operands: _PAGES(operands, None)[0]) if fits else _scattered
+        if mesh is not None:
+            division = explicit.Division.of(mesh, explicit.entries(array))
+        elif division is not None:
+            division = division._replace(entries=division.entries[: array.ndim])
+        write: Any = (lambda *operands: _PAGES(operands, division)[0]) if fits else _scattered
         write = explicit.automatic(write, mesh, explicit.entries(array))
         return write(array, new, layer, place, table)
     if mesh is not None:
@@ -215,8 +220,43 @@ _OPERATION = Operation(
 # -- pages of a pool
 
 
-def _pages_definition(static: None, *operands: jax.Array) -> list[jax.Array]:
+def _pages_definition(static: explicit.Division | None, *operands: jax.Array) -> list[jax.Array]:
     return [_scattered(*operands)]
+
+
+def _page_by_page(
+    static: explicit.Division | None, array: jax.Array, new: jax.Array, layer: jax.Array,
+    place: jax.Array, table: jax.Array,
+) -> list[jax.Array]:  # fmt: skip
+    """The form for TPUs, which rewrites one page after the other: for a scatter, XLA copies a pool whose slots are
+    last in memory."""
+    pages, size = array.shape[1], array.shape[3]
+    page, slot, exists = (a.reshape(-1) for a in places_of(table, place, pages, size))
+    tokens = new.reshape(-1, *new.shape[2:])  # [N, K, ...]
+    index = jnp.arange(page.size, dtype=jnp.int32)
+    # The first tokens of pages. Those that are dropped are of no page, and do not end one.
+    last = jax.lax.cummax(jnp.where(exists, index, -1))
+    before = jnp.pad(last, (1, 0), constant_values=-1)[:-1]
+    is_first = exists & ((before < 0) | (page[before] != page))
+    first = jnp.sort(jnp.where(is_first, index, page.size))
+    slots, zeros = jnp.arange(size, dtype=jnp.int32)[None], [jnp.int32(0)] * (array.ndim - 2)
+    is_turned = array.ndim == 5 and array.shape[4] % LANES > 0 and size % LANES == 0
+    turned = (lambda a: a.swapaxes(3, 4)) if is_turned else lambda a: a
+
+    def write(i: jax.Array, array: jax.Array) -> jax.Array:
+        number = layer_of(page, layer_of(first, i))
+        is_here = exists & (page == number)
+        source = jnp.where(is_here[:, None] & (slot[:, None] == slots), index[:, None], -1)
+        source = jnp.max(source, axis=0)  # the token of each slot, [P]
+        found = turned(jnp.take(tokens, source, axis=0, mode="clip").swapaxes(0, 1)[None, None])
+        begin = (layer, number, *zeros)
+        is_new = turned((source >= 0).reshape(1, 1, 1, size, *(1,) * (array.ndim - 4)))
+        old = jax.lax.dynamic_slice(array, begin, found.shape, allow_negative_indices=False)
+        found = jnp.where(is_new, found, old)
+        return jax.lax.dynamic_update_slice(array, found, begin, allow_negative_indices=False)
+
+    count = jnp.sum(is_first, dtype=jnp.int32)
+    return [turned(in_order(jax.lax.fori_loop(0, count, write, in_order(turned(array)))))]
 
 
 def _pages_rule(ranks: Sequence[int]) -> Any:
@@ -233,8 +273,37 @@ def _pages_shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
 
 
 _PAGES = Operation(
-    "maxjax_write_pages", _types, _pages_definition, {"cpu": _kernel}, _pages_rule, _pages_shardings
-)
+    "maxjax_write_pages", _types, _pages_definition, {"cpu": _kernel, "tpu": _page_by_page},
+    _pages_rule, _pages_shardings, division=lambda static: static,
+)  # fmt: skip
+
+
+def write_token_of_pages(
+    arrays: Sequence[jax.Array], new: Sequence[jax.Array], layer: jax.Array, place: jax.Array,
+    table: jax.Array,
+) -> list[jax.Array]:  # fmt: skip
+    """As :func:`write_token` for the pools on one TPU.
+
+    Args:
+        arrays: pools ``[L, N, K, P, D]``, and scales ``[L, N, K, P]``.
+        new, layer: as for :func:`write_token`.
+        place: the position of each token in its sequence, int32 ``[B]``; no two tokens are of the same page.
+        table: the pages of each sequence, int32 ``[B, M]``.
+    """
+    pages, size = arrays[0].shape[1], arrays[0].shape[3]
+    page, slot, _ = (a[:, 0] for a in places_of(table, place[:, None], pages, size))
+
+    def write(
+        arrays: list[jax.Array], new: list[jax.Array], layer: jax.Array, slot: jax.Array
+    ) -> list[jax.Array]:
+        pairs = zip(arrays, new, strict=True)
+        return [_put(a, x[:, None], layer, page[:, None], slot[:, None]) for a, x in pairs]
+
+    if no_mosaic(program_device()) or size % LANES:
+        return write(list(arrays), list(new), layer, slot)
+    return _by_layout(
+        write, functools.partial(mosaic.write_token, row=page), arrays, new, layer, slot
+    )
 
 
 # -- one token of each row
@@ -263,15 +332,21 @@ def write_token(
         slot: the slot of each sequence, int32 ``[B]``; tokens with slots from S on are dropped.
         division: how a mesh shards the keys, if that is known.
     """
-    turned = [n.ndim < 3 or n.shape[2] % LANES > 0 for n in new]
+    write_turned = functools.partial(_write_turned, division=division)
+    return _by_layout(step.write_token, write_turned, arrays, new, layer, slot)
 
+
+def _by_layout(
+    write: Any, write_turned: Any, arrays: Sequence[jax.Array], new: Sequence[jax.Array],
+    layer: jax.Array, slot: jax.Array,
+) -> list[jax.Array]:  # fmt: skip
+    """``arrays`` after ``write``, or ``write_turned`` for those whose slots are last in a TPU's memory."""
+    turned = [n.ndim < 3 or n.shape[2] % LANES > 0 for n in new]
     written = list(arrays)
-    for kind, write in (
-        (False, step.write_token), (True, functools.partial(_write_turned, division=division)),
-    ):  # fmt: skip
+    for kind, run in ((False, write), (True, write_turned)):
         of_kind = [i for i, one in enumerate(turned) if one == kind]
         if of_kind:
-            found = write([arrays[i] for i in of_kind], [new[i] for i in of_kind], layer, slot)
+            found = run([arrays[i] for i in of_kind], [new[i] for i in of_kind], layer, slot)
             for i, array in zip(of_kind, found, strict=True):
                 written[i] = array
     return written

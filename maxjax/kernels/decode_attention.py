@@ -22,7 +22,7 @@ from jax.experimental.custom_partitioning import ArrayMapping
 from . import explicit
 from .alibi import checked_slopes
 from .cache_read import pages_of
-from .cache_write import write_token, write_tokens
+from .cache_write import write_token, write_token_of_pages, write_tokens
 from .decode import triton
 from .decode.blocks import in_blocks
 from .decode.step import Options, Written, biased, seen, written
@@ -61,6 +61,7 @@ def decode_attention(
     slopes: Any = None,
     division: explicit.Division | None = None,
     table: Any = None,
+    is_written: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Writes one token of each sequence into the KV cache, and attends from it to the cache.
 
@@ -98,6 +99,7 @@ def decode_attention(
             ``[N, K, P, D]`` or ``[L, N, K, P, D]``, and S is M · P: page ``table[b, m]`` holds the tokens m · P to
             m · P + P - 1 of sequence b. Entries outside 0 to N - 1 mean no page: tokens there are not attended to,
             and a new token there is not written and gets NaN. No two sequences may write to the same page.
+        is_written: whether the tokens are in the cache already, as they would be after this call.
 
     Returns:
         The result ``[B, H, D]`` in the dtype of ``q``, and the two caches (or the one), updated in
@@ -112,8 +114,8 @@ def decode_attention(
     (``decode/triton.py``), which rounds 16-bit queries after rope, and the softmax weights, to their dtype (for
     an int8 cache weights to bfloat16). TPUs, other GPUs, slopes on GPUs, and operands that Triton does not support
     use ``decode/blocks.py``. Other dtypes, derivatives, exports for CPUs and NVIDIA GPUs use :func:`definition`.
-    With ``table``, TPUs run a kernel in Mosaic (``tpu/paged_decode.py``) if 128 divides D or P. Otherwise they and
-    other GPUs use :func:`paged_definition`, which copies the pages of the layer, on TPUs even the pool.
+    With ``table``, TPUs run a kernel in Mosaic (``tpu/paged_decode.py``) if 128 divides P, or D of floats. Otherwise
+    they and other GPUs use :func:`paged_definition`, which copies the pages of the layer, on TPUs even the pool.
 
     Example:
         >>> cache = jnp.zeros((1, 2, 4, 8))
@@ -141,7 +143,7 @@ def decode_attention(
         )
     static = Options(
         1 / math.sqrt(width) if scale is None else float(scale),
-        sliding_window or 0, float(soft_cap or 0), bool(interleaved), bool(rotating), division,
+        sliding_window or 0, float(soft_cap or 0), bool(interleaved), bool(rotating), division, is_written,
     )  # fmt: skip
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads if kv_heads else 0, width)
@@ -253,18 +255,22 @@ def paged_definition(static: Options, *operands: jax.Array) -> list[jax.Array]:
     return _attention(static, step, layers, sees, *rest)
 
 
+def _write_each(
+    arrays: Sequence[jax.Array], new: Sequence[jax.Array], layer: jax.Array, place: jax.Array,
+    table: jax.Array,
+) -> list[jax.Array]:  # fmt: skip
+    pairs = zip(arrays, new, strict=True)
+    return [write_tokens(a, x[:, None], layer, place[:, None], table=table) for a, x in pairs]
+
+
 def _write_pages(
     table: jax.Array, arrays: Sequence[jax.Array], new: Sequence[jax.Array], layer: jax.Array,
-    place: jax.Array,
+    place: jax.Array, write: Any = _write_each,
 ) -> list[jax.Array]:  # fmt: skip
     """Pools ``[(L,) N, K, P, ...]`` with tokens ``[B, K, ...]`` at positions ``[B]`` of the sequences."""
-
-    def write(array: jax.Array, one: jax.Array) -> jax.Array:
-        stacked = array if array.ndim == one.ndim + 2 else array[None]
-        found = write_tokens(stacked, one[:, None], layer, place[:, None], table=table)
-        return found.reshape(array.shape)
-
-    return [write(a, x) for a, x in zip(arrays, new, strict=True)]
+    single = arrays[0].ndim == new[0].ndim + 1
+    found = write([a[None] for a in arrays] if single else arrays, new, layer, place, table)
+    return [a[0] for a in found] if single else found
 
 
 def _attention(
@@ -396,18 +402,20 @@ def _paged_kernel(static: Options, *operands: Any) -> Any:
     return _kernel(static, *operands[:-1], table=operands[-1:])
 
 
-def _paged_by(module: Any, unavailable: Any, where: str, static: Options, *operands: Any) -> Any:
+def _paged_by(
+    module: Any, unavailable: Any, where: str, write: Any, static: Options, *operands: Any
+) -> Any:
     """The kernel of a module, or the definition where it has none for these operands."""
     *rest, table = operands
     why = module.lacks(static, *operands) or unavailable(program_device())
     if refused(f"decode attention to pages on a {where}", why):
         return paged_definition(static, *operands)
-    write = functools.partial(_write_pages, table)
+    write = functools.partial(_write_pages, table, write=write)
     return module.kernel(static, *rest, table=table, write=write)
 
 
-_paged_on_cuda = functools.partial(_paged_by, triton, unavailable, "GPU")
-_paged_on_tpu = functools.partial(_paged_by, paged_decode, no_mosaic, "TPU")
+_paged_on_cuda = functools.partial(_paged_by, triton, unavailable, "GPU", _write_each)
+_paged_on_tpu = functools.partial(_paged_by, paged_decode, no_mosaic, "TPU", write_token_of_pages)
 
 
 def _paged_rule(ranks: Sequence[int]) -> Any:

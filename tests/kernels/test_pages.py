@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxjax.kernels import decode_attention, native
 from maxjax.kernels.cache_read import pages_of
-from maxjax.kernels.cache_write import write_tokens
+from maxjax.kernels.cache_write import _page_by_page, _scattered, write_tokens
 from maxjax.kernels.decode import triton
 from maxjax.kernels.tpu import paged_decode
 from maxjax.nn.kv_cache.slots import Latent, Slots
@@ -339,6 +339,46 @@ def test_writes_and_reads(dtype, width):
     for a in (read := np.array(read), exact):
         a[0, :, one] = 0
     assert read.tobytes() == exact.tobytes()
+
+
+@pytest.mark.parametrize("width", [(D,), (), (128,)], ids=["keys", "scales", "wide"])
+@pytest.mark.parametrize("dtype", [*TYPES, "int8"])
+def test_pages_are_written_one_after_the_other(dtype, width):
+    """As TPUs do it, where tokens of a text follow each other or are in any order."""
+    cache, new = tokens(width, dtype)
+    table = table_of(B)
+    table[0, 2] = PAGES
+    pool = in_pages(cache, np.clip(table, 0, PAGES - 1))
+    # The last one has the same place for all tokens.
+    place = np.where(PLACE == 20, [*range(5), -1, 19], PLACE)
+    texts = np.array([0, 1, 1, 1, 1, 0, 1, 2, 2, 2, 0], np.int32)
+    rows = np.array([2, 0, 1, 2, 3, 3, 5, 9, 8, -1, 1], np.int32)
+    for places, table_, given in [
+        (place, table, new),
+        (rows[:, None], table[texts], new.reshape(B * T, 1, *new.shape[2:])[: rows.size]),
+    ]:
+        operands = pool, given, jnp.int32(1), places, table_
+        operands = [jnp.asarray(a) for a in operands]
+        found, wanted = _page_by_page(None, *operands)[0], _scattered(*operands)
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+def test_pages_whose_slots_are_last():
+    """Pages of 128 tokens of heads that 128 does not divide."""
+    rng = np.random.default_rng(0)
+    pool, new = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((2, 4, 2, 128, 3), (1, 200, 2, 3))
+    )
+    operands = (
+        pool,
+        new,
+        jnp.int32(1),
+        70 + jnp.arange(200, dtype=jnp.int32)[None],
+        jnp.array([[2, 0, 3]]),
+    )
+    (found,) = jax.jit(functools.partial(_page_by_page, None))(*operands)
+    assert np.asarray(found).tobytes() == np.asarray(_scattered(*operands)).tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

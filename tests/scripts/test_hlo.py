@@ -106,6 +106,38 @@ ENTRY %main (w: bf16[1024,1024], x: bf16[8,1024], n: s32[]) -> bf16[8,1024] {
 """
 
 
+# A page of a cache of int8 is read and written, in other tiles.
+TILES = """HloModule tiles
+
+%again (i: s8[64,1024,128]) -> s8[64,1024,128] {
+  %i = s8[64,1024,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[64,1024,128]{2,1,0:T(8,128)(4,1)} copy(%i)
+}
+
+%page (p: s8[64,1024,128], q: s8[1,1024,128], m: s32[]) -> s8[64,1024,128] {
+  %p = s8[64,1024,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %q = s8[1,1024,128]{2,1,0:T(8,128)(4,1)} parameter(1)
+  %m = s32[] parameter(2)
+  %seen = s8[64,1024,128]{2,1,0:T(8,128)(4,1)} fusion(%p), kind=kLoop, ALIAS calls=%again
+  ROOT %update = s8[64,1024,128]{2,1,0:T(32,128)(4,1)} dynamic-update-slice(%seen, %q, %m, %m, %m)
+}
+
+ENTRY %main (k: s8[64,1024,128], x: s8[1,1024,128], n: s32[]) -> s8[64,1024,128] {
+  %k = s8[64,1024,128]{2,1,0:T(32,128)(4,1)} parameter(0), metadata={op_name="state.k"}
+  %x = s8[1,1024,128]{2,1,0:T(8,128)(4,1)} parameter(1), metadata={op_name="x"}
+  %n = s32[] parameter(2), metadata={op_name="n"}
+  ROOT %out = s8[64,1024,128]{2,1,0:T(32,128)(4,1)} fusion(%k, %x, %n), kind=kLoop, calls=%page
+}
+"""
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_other_tiles_of_an_array_in_place_are_no_copy(is_in_place):
+    alias = "output_to_operand_aliasing={{}: (0, {})}," if is_in_place else ""
+    found = hlo.copies(hlo.parse(TILES.replace("ALIAS", alias)), is_data)
+    assert len(found) == (0 if is_in_place else 1)
+
+
 def test_fetches_into_fast_memory_are_no_copies_and_branches_are_followed():
     found = [(one.dtype, one.bytes, one.source) for one in hlo.copies(hlo.parse(SMALL), is_data)]
     # The copy of the one branch, and the wider one of either; not the fetch, slice and gather of rows.

@@ -12,6 +12,7 @@ p. All values are shifted so that the largest of a row is 0, and divided by the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 
 from ...errors import UserInputError, some
 from ...kernels import explicit
+from ...kernels.tpu.mosaic import LANES
 from .filters import RareFilters, bisected, near_the_top, rarely_kept
 from .penalties import History, adjusted, without_padding
 from .settings import GREEDY, Amounts, Sampling
@@ -451,18 +453,27 @@ def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         >>> largest(jnp.array([[1.0, 3.0, 2.0, 3.0]]), 3)[1].tolist()
         [[1, 3, 2]]
     """
-    batch, width = values.shape
-    blocks = -(-width // _BLOCK)
-    if width < _WIDE or count > blocks // 4:
+    in_blocks = functools.partial(_largest, count=count)
+    if values.shape[1] < _WIDE:
         return jax.lax.top_k(values, count)
-    spare = blocks * _BLOCK - width
+    # A TPU pads smaller blocks, which then take twice the memory.
+    on_tpu = functools.partial(in_blocks, size=LANES)
+    return jax.lax.platform_dependent(values, tpu=on_tpu, default=in_blocks)
+
+
+def _largest(values: jax.Array, count: int, size: int = _BLOCK) -> tuple[jax.Array, jax.Array]:
+    batch, width = values.shape
+    blocks = -(-width // size)
+    if count > blocks // 4:
+        return tuple(jax.lax.top_k(values, count))
+    spare = blocks * size - width
     tiles = jnp.pad(values, ((0, 0), (0, spare)), constant_values=-jnp.inf)
-    tiles = tiles.reshape(batch, blocks, _BLOCK)
+    tiles = tiles.reshape(batch, blocks, size)
     _, chosen = jax.lax.top_k(jnp.max(tiles, axis=-1), count)
     chosen = jnp.sort(chosen, axis=-1)  # keeps equal values in the order of their columns
     candidates = jnp.take_along_axis(tiles, chosen[:, :, None], axis=1).reshape(batch, -1)
     found, places = jax.lax.top_k(candidates, count)
-    columns = jnp.take_along_axis(chosen, places // _BLOCK, axis=1) * _BLOCK + places % _BLOCK
+    columns = jnp.take_along_axis(chosen, places // size, axis=1) * size + places % size
     return found, columns
 
 

@@ -27,6 +27,7 @@ class Options(NamedTuple):
         interleaved: whether rope rotates pairs of neighbouring elements, instead of one of each half.
         rotating: whether a sequence longer than S continues in slot 0.
         division: how a mesh with Auto axes shards the keys, if that is known.
+        is_written: whether the new tokens are in the cache already.
     """
 
     scale: float
@@ -35,6 +36,7 @@ class Options(NamedTuple):
     interleaved: bool
     rotating: bool
     division: Division | None = None
+    is_written: bool = False
 
 
 class Written(NamedTuple):
@@ -101,7 +103,8 @@ def written(
     if scales:
         new = [a for pair in zip(*map(quantised, new), strict=True) for a in pair]
     stored = [x.astype(a.dtype) for a, x in zip(caches, new, strict=True)]
-    caches = write(caches, stored, layer, slot)
+    if not static.is_written:
+        caches = write(caches, stored, layer, slot)
     if shared:
         caches.insert(1, values)
     return Written(q32, caches, fits)

@@ -7,11 +7,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+
 # Elements in one row of a vector register. Where it does not divide the head dimension, XLA lays out a cache
 # with the slots last in memory, so that no row is padded.
 LANES = 128
 # The oldest TPU that Pallas supports is v4.
 _OLDEST = 4
+
+
+def in_order(array: jax.Array) -> jax.Array:
+    """The array itself, laid out in memory in the order of its axes; XLA would choose another order for some loops."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def is_turned(shape: Sequence[int], itemsize: int) -> bool:

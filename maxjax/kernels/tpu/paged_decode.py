@@ -51,7 +51,8 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
         return "scores have a bias of the distance"
     if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
         return f"queries are {q.dtype} and the cache is {keys.dtype}"
-    if width % LANES and size % LANES:  # XLA would lay out the pool with the pages last
+    # XLA would lay out keys, or scales, with the pages last.
+    if (width % LANES or keys.dtype == np.dtype("int8")) and size % LANES:
         return f"pages are [{size}, {width}], and {LANES} divides neither"
     if heads * size * width * keys.dtype.itemsize > _BYTES:
         return f"a page has more than {_BYTES:,} bytes of keys"
@@ -79,22 +80,19 @@ def kernel(
     is_shared = not values.ndim
     if is_shared:  # the keys and their scales, once
         caches = caches[::2]
-    # XLA copies the pages of scales, which are small compared with those of keys: it would copy the whole pool of
-    # scales into the layout that the kernel reads.
-    scales = [a.at[layer, table].get(mode="clip") for a in caches[1 if is_shared else 2 :]]
     heads, size, width = keys.shape[-3:]
     count = min(table.shape[1], _MOST_PAGES, _BYTES // (heads * size * width * keys.dtype.itemsize))
     # 16-bit queries are rounded, as everywhere else on a TPU; the scale multiplies the scores instead.
     queries = step.q.astype(q.dtype)
     # For heads of other widths XLA lays out the pool with the slots last in memory, so that no row is padded.
     turned = width % LANES > 0
-    pools = [a.swapaxes(3, 4) if turned else a for a in caches[: 1 if is_shared else 2]]
+    pools = [a.swapaxes(3, 4) if turned and a.ndim == 5 else a for a in caches]
     last = jnp.clip(lengths // size, 0, table.shape[1] - 1)
     first = jnp.zeros_like(last)
     if static.window:
         first = jnp.clip((lengths + 1 - static.window) // size, 0, last)
     mixed, largest, total = _call(static, count, is_shared, turned, interpret)(
-        layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *pools, *scales
+        layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *pools
     )
     return step.answer(mean(largest[..., 0], total[..., 0], mixed, sinks), lengths, q.dtype)
 
@@ -111,15 +109,14 @@ def _call(static: Options, count: int, is_shared: bool, turned: bool, interpret:
         batch, heads, group, width = q.shape
         pages, each = arrays[0].shape[1], table.size // batch
 
-        def of_page(i: int, is_pool: bool) -> Any:
+        def of_page(i: int, rank: int) -> Any:
             def place(
                 b: Any, j: Any, layer: Any, lengths: Any, first: Any, last: Any, table: Any
             ) -> Any:
                 # After the last page the number stays, so that nothing is read.
                 entry = jnp.minimum(first[b] + j * count + i, last[b])
-                if not is_pool:
-                    return b, entry, 0, 0
-                return layer[0], jnp.clip(table[b * each + entry], 0, pages - 1), 0, 0, 0
+                page = jnp.clip(table[b * each + entry], 0, pages - 1)
+                return layer[0], page, *(0,) * (rank - 2)
 
             return place
 
@@ -128,7 +125,7 @@ def _call(static: Options, count: int, is_shared: bool, turned: bool, interpret:
 
         one = pl.squeezed
         by_page = [
-            pl.BlockSpec((one, one, *a.shape[2:]), of_page(i, a.ndim == 5))
+            pl.BlockSpec((one, one, *a.shape[2:]), of_page(i, a.ndim))
             for a in arrays
             for i in range(count)
         ]
@@ -138,8 +135,7 @@ def _call(static: Options, count: int, is_shared: bool, turned: bool, interpret:
         steps = jnp.max(last - first) // count + 1
         # Otherwise XLA may copy a small pool, with all layers, to VMEM.
         if not interpret:
-            pools = [a for a in arrays if a.ndim == 5]
-            arrays[: len(pools)] = [tpu.with_memory_space_constraint(a, tpu.HBM) for a in pools]
+            arrays = [tpu.with_memory_space_constraint(a, tpu.HBM) for a in arrays]
         return pl.pallas_call(
             functools.partial(_program, static, count, each, pages, is_shared, turned),
             grid_spec=tpu.PrefetchScalarGridSpec(

@@ -413,17 +413,15 @@ class _Attention(NamedTuple):
         if is_step and k is not None and has_kernel and has_slots:
             if context.is_ragged:
                 pool = self._written_to_pages(k[:, None], v[:, None], pool, layer, part)
-            layout, division = self.layout(q.shape[0]) if part is None else None, None
+            layout = self.layout(q.shape[0]) if part is None else None
+            division = self._pool_division(q.shape[0]) if part is None else None
             if self._heads_are_whole(layout):
                 q = _resharded(q, 1, ())  # replicated, as the heads of the pool are
-            if layout is not None:
-                over = layout.over if layout.group == 1 else ()
-                division = explicit.Division.of(layout.mesh, [(), (), over, (), ()])
             tokens = context.starts if context.tokens is None else context.tokens
             y, pool = pool.decoded(
                 q, k, v, tokens, layer=layer, scale=scores.scale, sliding_window=mask.window,
                 soft_cap=scores.soft_cap, sinks=scores.sinks, slopes=scores.slopes, table=context.table,
-                division=division,
+                division=division, is_written=context.is_ragged,
             )  # fmt: skip
             return (y if part is None else part.results(y, None)), pool
         if is_step:  # a prefill of one token
@@ -441,7 +439,16 @@ class _Attention(NamedTuple):
         place, is_own = _own_slots(part, self.context.rows_of_positions, pool.size, False)
         for which in (self.context.real, is_own):
             place = place if which is None else jnp.where(which, place, -1)
-        return pool.written(layer, k, v, place, table=self.context.table)
+        division = self._pool_division(k.shape[0]) if part is None else None
+        return pool.written(layer, k, v, place, table=self.context.table, division=division)
+
+    def _pool_division(self, batch: int) -> explicit.Division | None:
+        """How a mesh shards the keys of a pool, each device of which has whole pages."""
+        layout = self.layout(batch)
+        if layout is None:
+            return None
+        over = layout.over if layout.group == 1 else ()
+        return explicit.Division.of(layout.mesh, [(), (), over, (), ()])
 
     def _pages(
         self, pool: Slots, layer: Any, part: CachePart | None

@@ -1,4 +1,4 @@
-"""The Mosaic kernel that writes one token of each sequence, interpreted on a CPU, against a scatter."""
+"""The Mosaic kernel that writes single tokens, interpreted on a CPU, against a scatter."""
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,31 @@ def test_it_writes_what_a_scatter_writes(dtype, slots):
     for got, wanted in zip(
         write_token(*operands, interpret=True), step.write_token(*operands), strict=True
     ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+# Rows of the tokens: none of the second and last is written, also not by programs of the tokens that have no slot.
+ROWS = np.array([4, 4, 4, 0, 0, 3], np.int32)
+NO, FULL = 300, 256
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize(
+    "places",
+    [(7, 8, 9, 140, 141, 0), (NO, 127, NO, NO, 5, 130), (3, NO, 200, 0, 1, NO), (NO,) * 6],
+    ids=str,
+)
+def test_tokens_of_any_rows(dtype, places):
+    """Several tokens of a row, and tokens without a slot, whose rows others have."""
+    arrays, new, layer, _ = given(dtype, FULL)
+    slot = np.array(places, np.int32)
+    # Nothing is known of the row of a token that is not written.
+    rows = np.where(slot < FULL, ROWS, [0, -1, 3, 4, 0, 4]).astype(np.int32)
+    found = write_token(arrays, new, layer, jnp.asarray(slot), jnp.asarray(rows), interpret=True)
+    for got, array, one in zip(found, arrays, new, strict=True):
+        wanted = np.array(array)
+        for n in np.flatnonzero(slot < FULL):
+            wanted[1, rows[n], :, slot[n]] = one[n]
         np.testing.assert_array_equal(got, wanted)
 
 
