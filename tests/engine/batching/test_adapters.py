@@ -7,6 +7,7 @@ import pytest
 import maxjax
 from maxjax import lora
 from maxjax.engine.batching import programs
+from maxjax.engine.batching.calls import compiled_count
 from maxjax.engine.batching.running import running_text
 from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.generate.request import Prompt, Request
@@ -64,10 +65,10 @@ def expected(model, each):
     """What each prompt gives alone, with each prompt's adapter of NAMES."""
     models = {None: model, **each}
     found = [
-        maxjax.generate(models[name], None, prompt, **OPTIONS)
+        maxjax.generate(models[name], None, prompt, **OPTIONS, chunk=16)
         for prompt, name in zip(PROMPTS, NAMES, strict=True)
     ]
-    plain = [maxjax.generate(model, None, prompt, **OPTIONS) for prompt in PROMPTS]
+    plain = [maxjax.generate(model, None, prompt, **OPTIONS, chunk=16) for prompt in PROMPTS]
     others = [one.tokens != other.tokens for one, other in zip(found, plain, strict=True)]
     assert others == [name is not None for name in NAMES]
     return found
@@ -90,8 +91,8 @@ def submitted(engine, names=NAMES, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"slots": 1},
-        {"slots": 8},
+        pytest.param({"slots": 1}, marks=pytest.mark.extra),
+        {"slots": 4, "chunk": 16},
         {"slots": 3, "chunk": 64, "exact": True},
         {"slots": 3, "chunk": 64, "exact": True, "speculation": "lookup"},
     ],
@@ -104,7 +105,7 @@ def test_each_text_has_its_own_adapter(model, each, expected, options):
 
 
 def test_from_folders_while_texts_are_written(model, each, expected, tmp_path):
-    with maxjax.Engine(model, slots=4) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16) as engine:
         first = engine.submit(PROMPTS[1], **OPTIONS)
         folders = {name: lora.save(tmp_path / name, one) for name, one in each.items()}
         with jax.transfer_guard("disallow"):
@@ -120,10 +121,10 @@ def test_from_folders_while_texts_are_written(model, each, expected, tmp_path):
 def test_over_quantised_weights(model, tmp_path):
     packed = maxjax.quantize(model, "q8_0", activations="float")[0]
     each = {name: tuned(packed, name) for name in ("all", "some")}
-    with maxjax.Engine(packed, slots=4, adapters=each) as engine:
+    with maxjax.Engine(packed, slots=4, chunk=16, adapters=each) as engine:
         assert engine.model.model.layers[0].self_attn.q_proj.weight.dtype == maxjax.DType.uint8
         for name, one in each.items():
-            wanted = maxjax.generate(one, None, PROMPTS[3], **OPTIONS)
+            wanted = maxjax.generate(one, None, PROMPTS[3], **OPTIONS, chunk=16)
             same(engine.submit(PROMPTS[3], adapter=name, **OPTIONS), wanted)
 
 
@@ -133,7 +134,7 @@ def test_on_a_mesh(each, expected, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     devices = jax.devices()[:4]
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=devices)
-    with maxjax.Engine(llama().to(mesh), slots=4, adapters=each) as engine:
+    with maxjax.Engine(llama().to(mesh), slots=4, chunk=16, adapters=each) as engine:
         for answer, wanted in zip(submitted(engine), expected, strict=True):
             same(answer, wanted)
         layer = engine._worker.scheduler.adapters._together.model.model.layers[0].self_attn
@@ -151,21 +152,21 @@ def test_latent_attention():
     model = filled(DeepseekV3(config))
     each = {str(i): tuned(model, "all", seed=i) for i in range(3)}
     assert each["0"].model.layers[1].self_attn.kv_b_proj.lora is not None
-    with maxjax.Engine(model, slots=4, adapters=each) as engine:
-        for i, prompt in enumerate(PROMPTS[:4]):
+    with maxjax.Engine(model, slots=4, chunk=16, adapters=each) as engine:
+        for i, prompt in enumerate(prompt[:9] for prompt in PROMPTS[:4]):
             name = str(i) if i < 3 else None
             answer = engine.submit(prompt, adapter=name, **OPTIONS)
-            same(answer, maxjax.generate(each.get(name, model), None, prompt, **OPTIONS))
+            same(answer, maxjax.generate(each.get(name, model), None, prompt, **OPTIONS, chunk=16))
 
 
 def test_pages_are_those_of_an_adapter_and_its_version(model, each):
     prompt = (ids_of(1, 200, seed=5)[0] % VOCAB).tolist()
     wanted = {
-        name: maxjax.generate(one, None, prompt, **OPTIONS)
+        name: maxjax.generate(one, None, prompt, **OPTIONS, chunk=16)
         for name, one in {**each, None: model}.items()
     }
     newer = tuned(model, "all", seed=9)
-    with maxjax.Engine(model, slots=4, adapters=each) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, adapters=each) as engine:
         for name in [*TARGETS, None]:
             same(engine.submit(prompt, adapter=name, **OPTIONS), wanted[name])
         assert engine.stats().found_tokens == 0
@@ -174,7 +175,7 @@ def test_pages_are_those_of_an_adapter_and_its_version(model, each):
         engine.add_adapter("all", newer)
         same(
             engine.submit(prompt, adapter="all", **OPTIONS),
-            maxjax.generate(newer, None, prompt, **OPTIONS),
+            maxjax.generate(newer, None, prompt, **OPTIONS, chunk=16),
         )
         assert engine.stats().found_tokens == 192
         # What others have is theirs still.
@@ -185,7 +186,9 @@ def test_pages_are_those_of_an_adapter_and_its_version(model, each):
 def test_texts_go_on_with_an_adapter_that_is_replaced_or_removed(model, each):
     newer = tuned(model, "all", seed=9)
     options = {"max_new_tokens": 200, "eos_ids": ()}
-    with maxjax.Engine(model, slots=2, adapters={"all": each["all"]}, max_adapters=2) as engine:
+    with maxjax.Engine(
+        model, slots=4, chunk=16, adapters={"all": each["all"]}, max_adapters=2
+    ) as engine:
         first = engine.submit(PROMPTS[0], adapter="all", **options)
         engine.add_adapter("all", newer)
         second = engine.submit(PROMPTS[0], adapter="all", **options)
@@ -197,7 +200,8 @@ def test_texts_go_on_with_an_adapter_that_is_replaced_or_removed(model, each):
             engine.submit(PROMPTS[0], adapter="all")
         for answer, one in ((first, each["all"]), (second, newer)):
             assert (
-                answer.result().tokens == maxjax.generate(one, None, PROMPTS[0], **options).tokens
+                answer.result().tokens
+                == maxjax.generate(one, None, PROMPTS[0], **options, chunk=16).tokens
             )
         # Their places are free when they have ended.
         for name in ("some", "ends"):
@@ -223,24 +227,27 @@ def test_places_and_ranks_grow(model, each):
     """While a text is written, more and larger adapters come than there are places and ranks."""
     options = {"max_new_tokens": 200, "eos_ids": ()}
     large = lora.add(model, "q_proj", rank=40, key=jax.random.key(0))
-    with maxjax.Engine(model, slots=2, adapters=each) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, adapters=each) as engine:
         answer = engine.submit(PROMPTS[0], adapter="all", **options)
         for number in range(5):
             engine.add_adapter(f"other {number}", tuned(model, "some") if number else large)
         found = engine.submit(PROMPTS[0], adapter="other 4", **OPTIONS)
-        same(found, maxjax.generate(tuned(model, "some"), None, PROMPTS[0], **OPTIONS))
-        expected = maxjax.generate(each["all"], None, PROMPTS[0], **options).tokens
+        same(found, maxjax.generate(tuned(model, "some"), None, PROMPTS[0], **OPTIONS, chunk=16))
+        expected = maxjax.generate(each["all"], None, PROMPTS[0], **options, chunk=16).tokens
         assert answer.result().tokens == expected
 
 
-def test_nothing_is_compiled_after_compile(model, each):
+def test_nothing_is_compiled_after_compile():
     """Whatever adapters come into the places that there are."""
+    model = llama(rms_norm_eps=1e-4)  # no other test has its programs
     programs_of = [programs.read, programs.read_tokens, programs.decode]
-    for program in programs_of:
-        program.clear_cache()
-    with maxjax.Engine(model, slots=3, chunk=32, adapters={"first": each["all"]}) as engine:
+    before = compiled_count(*programs_of)
+    adapters = {"first": tuned(model, "all")}
+    with maxjax.Engine(model, slots=3, chunk=16, adapters=adapters) as engine:
         count = engine.compile()
-        assert count == sum(program._cache_size() for program in programs_of)
+        # Of the model and of that with adapters, with and without counts of words: chunks of 16 tokens, steps of 1
+        # and 3 texts.
+        assert count == compiled_count(*programs_of) - before == 2 * 2 * (1 + 2)
         for i in range(3):
             engine.add_adapter(f"other {i}", tuned(model, "all", seed=i))
         engine.add_adapter("first", tuned(model, "some"))
@@ -248,11 +255,11 @@ def test_nothing_is_compiled_after_compile(model, each):
             engine, ["first", None, "other 0", "other 1", "other 2", None, "first", "first"]
         )
         assert len({tuple(answer.result().tokens) for answer in answers}) == len(PROMPTS)
-        assert sum(program._cache_size() for program in programs_of) == count
+        assert compiled_count(*programs_of) - before == count
 
 
 def test_without_adapters_programs_are_those_of_the_model(model, each):
-    with maxjax.Engine(model, slots=2) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16) as engine:
         engine.submit(PROMPTS[0], **OPTIONS).result()
         engine.submit(PROMPTS[0], **OPTIONS).result()
         count = programs.decode._cache_size()
@@ -270,10 +277,10 @@ def test_in_16_bits(model):
         with pytest.raises(UserInputError, match="not finite in float16"):
             engine.add_adapter("huge", huge)
     one = tuned(model, "all")
-    with maxjax.Engine(model, slots=2, adapters={"all": one}) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, adapters={"all": one}) as engine:
         found = engine.submit(PROMPTS[3], adapter="all", **OPTIONS).result()
-    wanted = maxjax.generate(one, None, PROMPTS[3], **OPTIONS)
-    plain = maxjax.generate(model, None, PROMPTS[3], **OPTIONS)
+    wanted = maxjax.generate(one, None, PROMPTS[3], **OPTIONS, chunk=16)
+    plain = maxjax.generate(model, None, PROMPTS[3], **OPTIONS, chunk=16)
     first, expected, other = (one.logprobs[0].logprob for one in (found, wanted, plain))
     assert abs(first - expected) < 0.05 < abs(other - expected)
 
@@ -319,7 +326,7 @@ def test_refused(model, each, tmp_path):
         (lora.save(tmp_path / "other", tuned(other, "all")), CheckpointMismatchError, "expected"),
         (lora.save(tmp_path / "deeper", tuned(deeper, "all")), CheckpointMismatchError, "layers.2"),
     ]  # fmt: skip
-    with maxjax.Engine(model, slots=2, adapters={"all": each["all"]}) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, adapters={"all": each["all"]}) as engine:
         running = engine.submit(PROMPTS[0], adapter="all", **OPTIONS)
         for adapter, error, says in cases:
             with pytest.raises(error, match=says):
@@ -333,5 +340,5 @@ def test_refused(model, each, tmp_path):
         assert engine.adapters == ("all",)
         assert (
             running.result().tokens
-            == maxjax.generate(each["all"], None, PROMPTS[0], **OPTIONS).tokens
+            == maxjax.generate(each["all"], None, PROMPTS[0], **OPTIONS, chunk=16).tokens
         )

@@ -34,7 +34,7 @@ SETTINGS = [
 def model():
     config = LlamaConfig(
         VOCAB, 32, 64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=512,
     )  # fmt: skip
     return maxjax.init(Llama(config), jax.random.key(3))
 
@@ -84,7 +84,7 @@ def test_each_step_is_as_defined(model):
     }
     expected = [plain(model, p, count, **s) for p, s in zip(PROMPTS, settings, strict=True)]
     options = {"max_new_tokens": count, "eos_ids": ()}
-    with maxjax.Engine(model, slots=4, chunk=32) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16) as engine:
         answers = [engine.submit(p, **options, **s) for p, s in zip(PROMPTS, settings, strict=True)]
         found = [answer.result().tokens for answer in answers]
     for one, wanted, other in zip(found, expected, without, strict=True):
@@ -99,7 +99,7 @@ def test_texts_that_lose_their_pages_are_the_same(model):
     """A paused text goes on with the same order of tokens."""
     settings = {"no_repeat_ngram_size": 2, "max_new_tokens": 60, "eos_ids": ()}
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.page_pool(5, 64, 4, None)))
-    with maxjax.Engine(model, slots=4, chunk=32, cache_bytes=size) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, cache_bytes=size) as engine:
         answers = [engine.submit([*PROMPTS[0], i], **settings) for i in range(4)]
         found = [answer.result().tokens for answer in answers]
     assert found == [plain(model, [*PROMPTS[0], i], 60, no_repeat_ngram_size=2) for i in range(4)]
@@ -110,7 +110,7 @@ def test_more_sequences_than_at_first(model):
     prompt, options = PROMPTS[0], {"max_new_tokens": 20, "eos_ids": ()}
     first = plain(model, prompt, 20)
     many = [tuple(first[:2]), *((i, j) for i in range(90, 96) for j in range(90)), tuple(range(12))]
-    with maxjax.Engine(model, slots=2, chunk=32) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16) as engine:
         long = engine.submit([1], no_repeat_ngram_size=2, max_new_tokens=60, eos_ids=())
         found = engine.submit(prompt, bad_words=many, **options).result().tokens
         assert long.result().tokens == plain(model, [1], 60, no_repeat_ngram_size=2)
@@ -118,7 +118,7 @@ def test_more_sequences_than_at_first(model):
 
 
 def test_every_token_excluded_is_an_error_of_that_request(model):
-    with maxjax.Engine(model, slots=2, chunk=32) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16) as engine:
         excluded = engine.submit(
             list(range(90)), no_repeat_ngram_size=1, max_new_tokens=20, eos_ids=()
         )

@@ -1,5 +1,7 @@
 """Speculation: answers are the same with guesses and without, and guesses are made only where they pay."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import scipy.stats
 
 import maxjax
 from maxjax.engine.batching import programs, speculation
+from maxjax.engine.batching.calls import compiled_count
 from maxjax.engine.batching.draft import Drafts
 from maxjax.engine.batching.lookup import Lookup
 from maxjax.engine.batching.scheduler import Scheduler
@@ -48,10 +51,15 @@ def made(**options):
 
 @pytest.fixture(scope="module")
 def draft():
+    return made_draft()
+
+
+def made_draft(**options):
     """A model that mostly agrees with the other one."""
     config = LlamaConfig(
-        VOCAB, 32, 48, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=512
-    )
+        VOCAB, 32, 48, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=512,
+        **options,
+    )  # fmt: skip
     found, like = maxjax.init(Llama(config), jax.random.key(4)), made()
     for layer in found.model.layers:
         scale(layer.self_attn.o_proj.weight, 0.0)
@@ -63,7 +71,10 @@ def draft():
 
 @pytest.fixture(params=["lookup", "draft"])
 def how(request, draft):
-    return {"draft": draft} if request.param == "draft" else {"speculation": "lookup"}
+    return {"draft": draft} if request.param == "draft" else LOOKUP
+
+
+WITH_ALL = partial(pytest.param, marks=pytest.mark.extra)
 
 
 def scale(weight, factor):
@@ -113,55 +124,72 @@ def check(model, prompts, each, how, **options):
         same(one, wanted)
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(
+    ("how", "shapes", "slots"),
+    [
+        ("lookup", True, 3),
+        ("draft", False, 3),
+        WITH_ALL("lookup", False, 3),
+        WITH_ALL("draft", True, 3),
+        *(WITH_ALL(how, shapes, 1) for how in ("lookup", "draft") for shapes in (True, False)),
+    ],
+    indirect=["how", "shapes"],
+)
 def test_settings_of_their_own(model, how, shapes, slots):
     """Greedy and drawn texts, with penalties and without, in one batch, of which some end while others go on."""
     each = [
         {"max_new_tokens": 30 + 9 * i, "eos_ids": (), "key": KEY, **one}
         for i, one in enumerate(SETTINGS)
     ]
-    check(model, PROMPTS, each, how, slots=slots, chunk=32)
+    check(model, PROMPTS, each, how, slots=slots, chunk=16)
 
 
 def test_ends_limits_and_borders_of_pages(model, how, shapes):
-    end = expected(model, PROMPTS[:1], [{"max_new_tokens": 40}], slots=1)[0].tokens[-1]
+    end = expected(model, PROMPTS[:1], [{"max_new_tokens": 40}], slots=4, chunk=16)[0].tokens[-1]
     loop = [*range(20)] * 6
     prompts = [loop[:n] for n in range(59, 71)]
     each = [{"max_new_tokens": n} for n in range(1, 7)]
     each += [{"max_new_tokens": 90, "eos_ids": [end], "min_new_tokens": n} for n in range(6)]
-    check(model, prompts, each, how, slots=12)
+    check(model, prompts, each, how, slots=4, chunk=16)
 
 
 def test_stop_strings(model):
     tokenizer = one_character_each()
-    text = str(expected(model, ["abc"], [{"max_new_tokens": 150}], tokenizer=tokenizer)[0])
+    options = {"tokenizer": tokenizer, "slots": 4, "chunk": 16}
+    text = str(expected(model, ["abc"], [{"max_new_tokens": 150}], **options)[0])
     each = [{"max_new_tokens": 150, "stop": text[n : n + 3]} for n in (60, 90, 120)]
-    check(model, ["abc"] * 3, each, LOOKUP, tokenizer=tokenizer, slots=2)
+    check(model, ["abc"] * 3, each, LOOKUP, **options)
 
 
 def test_too_few_pages(model, draft, how):
     each = [{"max_new_tokens": 120, "temperature": 0.3, "key": KEY}] * len(PROMPTS)
     size = 6 * (page_bytes(model) + page_bytes(draft))
-    check(model, PROMPTS, each, how, slots=4, cache_bytes=size, chunk=32)
+    check(model, PROMPTS, each, how, slots=4, cache_bytes=size, chunk=16)
 
 
 def test_cancelled(model):
-    with maxjax.Engine(model, slots=2, speculation="lookup") as engine:
+    options = {"slots": 4, "chunk": 16}
+    with maxjax.Engine(model, speculation="lookup", **options) as engine:
         first = engine.submit(PROMPTS[0], max_new_tokens=400, eos_ids=())
         second = engine.submit(PROMPTS[1], max_new_tokens=60, eos_ids=())
         second.result()
         first.cancel()
         found = first.result().tokens
-    wanted = expected(model, PROMPTS[:1], [{"max_new_tokens": 400, "eos_ids": ()}])[0].tokens
+    each = [{"max_new_tokens": 400, "eos_ids": ()}]
+    wanted = expected(model, PROMPTS[:1], each, **options)[0].tokens
     assert found == wanted[: len(found)]
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(
+    ("how", "explicit"),
+    [("lookup", True), ("draft", False), WITH_ALL("lookup", False), WITH_ALL("draft", True)],
+    indirect=["how"],
+)
 def test_mesh(how, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,), devices=jax.devices()[:2])
     each = [{"max_new_tokens": 40}] * 4
-    check(made().to(mesh), PROMPTS[:4], each, how, slots=2, chunk=32)
+    check(made().to(mesh), PROMPTS[:4], each, how, slots=2, chunk=16)
 
 
 def test_exact(model, how):
@@ -177,12 +205,13 @@ def test_exact(model, how):
         assert 0 < engine.stats().right_tokens < engine.stats().guessed_tokens
 
 
+@pytest.mark.parametrize("how", ["draft", WITH_ALL("lookup")], indirect=True)
 def test_rope_of_the_length(how):
     """A text that outgrows the RoPE of its keys is read again, and no guess goes beyond that."""
     scaling = LongRoPEScalingParams([1.0, 1.5, 2.0, 2.5], [2.0, 3.0, 4.0, 9.0], 64, 512)
     rope = Rope(500.0, scaling)
     each = [{"max_new_tokens": 80}] * len(PROMPTS)
-    check(made(rope_parameters=rope), PROMPTS, each, how, slots=3)
+    check(made(rope_parameters=rope), PROMPTS, each, how, slots=4, chunk=16)
 
 
 def test_grammar():
@@ -190,9 +219,9 @@ def test_grammar():
     model, tokenizer = maxjax.load("tiny")
     each = [{"max_new_tokens": 60, "eos_ids": ()}, {"regex": "[a-e]{20}", "max_new_tokens": 60}]
     prompts = ["1 2 3 1 2 3 1 2 3", "What is 1 + 1?"]
-    found = answers(model, prompts, each, LOOKUP, tokenizer, slots=2)
+    found = answers(model, prompts, each, LOOKUP, tokenizer, slots=4)
     assert len(found[1]) == 20
-    for one, wanted in zip(found, expected(model, prompts, each, tokenizer, slots=2), strict=True):
+    for one, wanted in zip(found, expected(model, prompts, each, tokenizer, slots=4), strict=True):
         same(one, wanted)
 
 
@@ -201,7 +230,7 @@ def test_logits_processor(model):
         columns = jax.lax.broadcasted_iota(np.int32, logits.shape, 1)
         return jax.numpy.where(columns == (last + positions % 3)[:, None], logits + 3, logits)
 
-    options = {"slots": 2, "logits_processor": processor}
+    options = {"slots": 4, "chunk": 16, "logits_processor": processor}
     check(model, PROMPTS, [{"max_new_tokens": 50}] * len(PROMPTS), LOOKUP, **options)
 
 
@@ -211,31 +240,33 @@ def test_not_finite():
     table = bad.model.embed_tokens.weight
     table.value = table.value.at[7].set(np.nan)
     loop = [5, 6, 7, 8]
-    with maxjax.Engine(bad, slots=2, speculation="lookup") as engine:
+    with maxjax.Engine(bad, slots=4, chunk=16, speculation="lookup") as engine:
         good = engine.submit([5, 6, 5], max_new_tokens=40, logit_bias={7: -100.0})
         with pytest.raises(FloatingPointError, match="prompt 1"):
             engine.submit(loop * 3, max_new_tokens=9).result()
         assert len(good.result().tokens) == 40
 
 
-def test_nothing_is_compiled_after_compile(model, draft, how):
+@pytest.mark.parametrize("how", ["draft", WITH_ALL("lookup")], indirect=True)
+def test_nothing_is_compiled_after_compile(how):
     each = [programs.read, programs.read_tokens, programs.decode, speculation.verify]
-    for program in each:
-        program.clear_cache()
-    with maxjax.Engine(model, slots=3, chunk=32, **how) as engine:
+    before = compiled_count(*each)
+    if "draft" in how:
+        how = {"draft": made_draft(rms_norm_eps=1e-4)}  # no other test has its programs
+    with maxjax.Engine(made(rms_norm_eps=1e-4), slots=3, chunk=16, **how) as engine:
         count = engine.compile()
-        # Chunks of 16 and 32 tokens, steps of 1 and 3 texts, and 4, 8 and 16 tokens with guesses; the draft has no
-        # words and no grammars.
-        programs_of_draft = (2 + 2) * ("draft" in how)
-        assert count == 2 * (2 + 2 + 3) + programs_of_draft
-        assert count == sum(program._cache_size() for program in each)
+        # Chunks of 16 tokens, steps of 1 and 3 texts, and 4, 8 and 16 tokens with guesses; the draft has no words and
+        # no grammars.
+        programs_of_draft = (1 + 2) * ("draft" in how)
+        assert count == 2 * (1 + 2 + 3) + programs_of_draft
+        assert count == compiled_count(*each) - before
         waiting = [
             engine.submit(p, max_new_tokens=40, **o) for p, o in zip(PROMPTS, SETTINGS, strict=True)
         ]
         for answer in waiting:
             answer.result()
         assert engine.stats().right_tokens > 0
-        assert sum(program._cache_size() for program in each) == count
+        assert compiled_count(*each) - before == count
 
 
 def test_generate_stream_and_conversation(model, how, monkeypatch):
@@ -279,7 +310,7 @@ def test_refused_by_generate(model, draft, monkeypatch):
 def test_turned_off_where_it_does_not_pay(model, monkeypatch):
     """Guesses that take long are not made, but what they would have been is known."""
     monkeypatch.setattr(Speculation, "_time_of", lambda self, shape, rows: 100.0)
-    with maxjax.Engine(model, slots=2, speculation="lookup") as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, speculation="lookup") as engine:
         engine.submit(PROMPTS[0], max_new_tokens=200, eos_ids=()).result()
         assert engine.stats().guessed_tokens == 0
         assert engine._worker.scheduler.speculation.rates.of(8) > 0.6
@@ -288,7 +319,7 @@ def test_turned_off_where_it_does_not_pay(model, monkeypatch):
 def test_turned_off_where_guesses_are_wrong(model):
     """In drawn texts of a flat distribution, pairs of tokens repeat and what follows them does not."""
     options = {"max_new_tokens": 400, "temperature": 50.0, "key": KEY, "eos_ids": ()}
-    with maxjax.Engine(model, slots=1, speculation="lookup") as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, speculation="lookup") as engine:
         engine.submit(PROMPTS[0], **options).result()
         stats = engine.stats()
         assert stats.guessed_tokens < 40
@@ -314,7 +345,7 @@ def test_draft_reads_shared_pages_once(model, draft):
         turned = engine.submit(turn, max_new_tokens=30).result()
         rest = [engine.submit(p, **o).result() for p, o in zip(prompts[2:], each[2:], strict=True)]
     assert read == [201 - 1 + 1, 222 - 192, 201 - 192, 201 - 192]
-    wanted = expected(model, [prompts[0], turn, *prompts[2:]], each)
+    wanted = expected(model, [prompts[0], turn, *prompts[2:]], each, slots=4, chunk=16)
     for one, other in zip([first, turned, *rest], wanted, strict=True):
         same(one, other)
 
@@ -322,7 +353,7 @@ def test_draft_reads_shared_pages_once(model, draft):
 def test_draft_that_is_the_model_is_always_right(model):
     """Both draw with the same random numbers."""
     each = [{**one, "max_new_tokens": 40, "key": KEY, "eos_ids": ()} for one in SETTINGS[:4]]
-    with maxjax.Engine(model, slots=4, draft=model) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, draft=model) as engine:
         for answer in [engine.submit(p, **o) for p, o in zip(PROMPTS, each, strict=False)]:
             assert len(answer.result().tokens) == 40
         stats = engine.stats()
@@ -334,7 +365,7 @@ def test_draft_that_is_always_wrong_is_seldom_asked(model, draft, monkeypatch):
     monkeypatch.setattr(Speculation, "_time_of", lambda self, shape, rows: 2.0)
     other = jax.tree.map(lambda leaf: leaf, draft)
     scale(other.lm_head.weight, -1.0)
-    with maxjax.Engine(model, slots=1, draft=other) as engine:
+    with maxjax.Engine(model, slots=4, chunk=16, draft=other) as engine:
         engine.submit(PROMPTS[0], max_new_tokens=400, eos_ids=()).result()
         stats = engine.stats()
         assert stats.right_tokens < 10

@@ -41,6 +41,14 @@ def test_the_kernel(case, tokens):
     expected = np.asarray(x, np.float64) @ values[1].T
     # Weights are rounded to bfloat16.
     np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-8 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4 order", "bitsandbytes nf4"])
+def test_a_weight_alone(name):
+    """It gives what it gives in a stack."""
+    layout, stacks, _ = made(CASES[name], 2)
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(5, IN)), jnp.bfloat16)
+    found = in_blocks(gpu, layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
     alone = {name: a[1] for name, a in stacks.items()}
     again = in_blocks(gpu, layout, jnp.float32, x, alone, jnp.int32(0), interpret=True)
     np.testing.assert_array_equal(found, again)

@@ -1,5 +1,7 @@
 """Products with quantised weights as the TPU kernel computes them, on a CPU."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,18 +19,17 @@ SIZES = [(48, 192), (384, 2048)]
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("shape", SIZES)
-def test_the_kernel(case, shape):
+@pytest.mark.parametrize(("shape", "tokens"), itertools.product(SIZES, (1, 37)))
+def test_the_kernel(case, shape, tokens):
     layout, stacks, values = made(case, 2, shape)
-    for tokens in (1, 37):
-        x = jnp.asarray(np.random.default_rng(9).normal(size=(tokens, shape[1])), jnp.bfloat16)
-        if why := tpu.lacks(layout, x, stacks):
-            assert "weights are in" in why, why
-            return
-        found = in_blocks(tpu, layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
-        expected = np.asarray(x, np.float64) @ values[1].T
-        # Weights are rounded to bfloat16.
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-8 * np.abs(expected).max())
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(tokens, shape[1])), jnp.bfloat16)
+    if why := tpu.lacks(layout, x, stacks):
+        assert "weights are in" in why, why
+        return
+    found = in_blocks(tpu, layout, jnp.float32, x, stacks, jnp.int32(1), interpret=True)
+    expected = np.asarray(x, np.float64) @ values[1].T
+    # Weights are rounded to bfloat16.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-8 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", ["gptq 4 order", "bitsandbytes fp4", "modelopt nvfp4"])
