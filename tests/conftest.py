@@ -144,6 +144,13 @@ def strict_jax() -> Iterator[None]:
         jax.config.update(name, value)
 
 
+@pytest.fixture(scope="module")
+def few_objects() -> None:
+    """Excludes what there is from garbage collection: for tests that look through all objects again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def minilm() -> Path:
     """The directory of the MiniLM checkpoint. If it is missing, tests fail: a skip would hide them."""

@@ -11,6 +11,8 @@ from maxjax.interop import trees
 from maxjax.models import LanguageModel
 from maxjax.models.llama import Llama, LlamaConfig
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 CONFIG = LlamaConfig(32, 32, 32, num_hidden_layers=2, num_attention_heads=2)
 
 

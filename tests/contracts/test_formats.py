@@ -40,6 +40,8 @@ from tests.contracts.formats import (
 )
 from tests.storage.watch import snapshot, watched
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 # Errors of a number that cannot be; of an array of orbax whose shape is too large, chunks are missing.
 IMPOSSIBLE = (
     CheckpointCorruptError, CheckpointFormatError, CheckpointLimitError, CheckpointMissingError,

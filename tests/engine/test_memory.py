@@ -18,6 +18,8 @@ from maxjax.graph import DeviceRef, ShardingStrategy, Weight
 from maxjax.graph.weights import device_reads
 from maxjax.nn.layer.load import memory as room
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 SIZE = 64 * 32 * 4
 
 

@@ -797,7 +797,7 @@ def program(seed):
     return run
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seeds", np.arange(48).reshape(8, 6).tolist(), ids=str)
 def test_programs_at_random(seeds):
     args = (W, V, B, X, Y, CACHES)

@@ -1,6 +1,7 @@
 """CRC-32 against zlib: every level that this processor has, all short lengths, any address."""
 
 import ctypes
+import functools
 import os
 import random
 import subprocess
@@ -21,14 +22,19 @@ LEVELS = ["portable", "clmul", "wide_clmul", "arm"]
 DATA = np.random.default_rng(5).integers(0, 256, 300_000, np.uint8)
 
 
-def on(name: str, data: np.ndarray, value: int = 0) -> int | None:
-    """The sum on one level of the library, or None where there is no such level."""
-    library = ctypes.CDLL(str(find_or_build()[0]))
-    run = library.maxjax_crc32_on
+@functools.cache
+def function():
+    """The function of the library that computes sums on one level."""
+    run = ctypes.CDLL(str(find_or_build()[0])).maxjax_crc32_on
     run.restype = ctypes.c_bool
     run.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    return run
+
+
+def on(name: str, data: np.ndarray, value: int = 0) -> int | None:
+    """The sum on one level of the library, or None where there is no such level."""
     crc = ctypes.c_uint32(value)
-    there = run(name.encode(), ctypes.byref(crc), data.ctypes.data, data.size)
+    there = function()(name.encode(), ctypes.byref(crc), data.ctypes.data, data.size)
     return crc.value if there else None
 
 
