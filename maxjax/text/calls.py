@@ -318,6 +318,7 @@ class _MarkedReader:
         closing: the mark.
         parse: returns the calls in a text; none if it is not a call, None if it ends inside of a value.
         begins: a pattern of all beginnings of calls.
+        before: the end of a value, which is before the closing mark unless that is in a value.
         ends_alone: whether a call that is whole is a call without the closing mark, too.
         parse_loosely: reads the text before the first closing mark where nothing else can be read.
     """
@@ -327,28 +328,43 @@ class _MarkedReader:
         closing: str,
         parse: Callable[[str], tuple[Call, ...] | None],
         begins: str = ".*",
+        before: str = "",
         ends_alone: bool = False,
         parse_loosely: Callable[[str], tuple[Call, ...] | None] | None = None,
     ):
         self._closing, self._parse, self._parse_loosely = closing, parse, parse_loosely
-        self._begins, self._ends_alone = re.compile(begins, re.DOTALL), ends_alone
-        self._first, self._at = -1, 0
+        self._begins, self._before = re.compile(begins, re.DOTALL), before
+        self._ends_alone = ends_alone
+        self._first, self._at, self._effort = -1, 0, 0
 
     def read(self, text: str, is_whole: bool) -> Found | None:
         if not self._begins.fullmatch(text, 0, _LONGEST_HEADER):
             return _NO_CALL
         while (at := text.find(self._closing, self._at)) >= 0:
-            self._first = at if self._first < 0 else self._first
+            is_first = self._first < 0
+            self._first = at if is_first else self._first
             self._at = at + len(self._closing)
-            if (calls := self._parse(text[:at])) is not None:
+            if not is_first and not text[max(at - 99, 0) : at].rstrip().endswith(self._before):
+                self._effort += 1
+            elif (calls := self._parse(text[:at])) is not None:
                 return Found(self._at, calls) if calls else _NO_CALL
+            else:
+                self._effort += 4
+            # Not even a text about calls has that many marks.
+            if self._effort > 250:
+                return self._loose(text, self._at)
         self._at = max(self._at, len(text) - len(self._closing) + 1)
         if not is_whole:
             return None
-        if self._first >= 0 and self._parse_loosely is not None:
-            calls = self._parse_loosely(text[: self._first])
-            return Found(self._first + len(self._closing), calls) if calls else Found(len(text))
-        return Found(len(text), self._parse(text) or () if self._ends_alone else ())
+        if self._first < 0 and self._ends_alone:
+            return Found(len(text), self._parse(text) or ())
+        return self._loose(text, len(text))
+
+    def _loose(self, text: str, length: int) -> Found:
+        if self._first < 0 or self._parse_loosely is None:
+            return Found(length)
+        calls = self._parse_loosely(text[: self._first])
+        return Found(self._first + len(self._closing), calls) if calls else Found(length)
 
 
 class XmlSyntax(NamedTuple):
@@ -372,7 +388,7 @@ class XmlSyntax(NamedTuple):
     def reader(self, functions: Functions | None) -> Reader:
         parse = functools.partial(self._parse, functions)
         loosely = functools.partial(self._parse, functions, is_loose=True)
-        return _MarkedReader(self.closing, parse, parse_loosely=loosely).read
+        return _MarkedReader(self.closing, parse, before=self.end, parse_loosely=loosely).read
 
     def _parse(
         self, functions: Functions | None, text: str, is_loose: bool = False
@@ -394,8 +410,8 @@ class XmlSyntax(NamedTuple):
                 return None
             value, at = text[matched.end() : ended.start()], ended.end()
             inner = re.finditer(self.parameter, value)
-            if any(one["name"].strip() in (schemas or ()) for one in inner):
-                return None  # the end of a value is missing
+            if not is_loose and any(one["name"].strip() in (schemas or ()) for one in inner):
+                return self._parse(functions, text, is_loose=True)  # an end of a value is missing
             if not self.is_inline:
                 value = value.removeprefix("\n").removesuffix("\n")
             key, is_text = matched["name"].strip(), matched.groupdict().get("text")
@@ -588,7 +604,7 @@ class PythonSyntax(NamedTuple):
 
 
 def _python_calls(text: str) -> tuple[Call, ...] | None:
-    """Return the calls of functions in Python's syntax; none if it is something else."""
+    """Return the calls in Python's syntax; none if it is something else, None if it ends inside of a text."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of backslashes before other characters
@@ -599,7 +615,9 @@ def _python_calls(text: str) -> tuple[Call, ...] | None:
         if len(values) == 1 and isinstance(values[0], ast.List):
             values = values[0].elts
         return tuple(map(_python_call, values))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except SyntaxError as error:
+        return None if "unterminated" in error.msg else ()
+    except (ValueError, RecursionError, MemoryError):
         return ()
 
 

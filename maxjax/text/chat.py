@@ -18,7 +18,9 @@ import numpy as np
 
 from ..errors import UnknownArgumentError, UserInputError, some
 from ..storage.save.durable import replace_file, writable_path
+from .calls import json_of, parsed
 from .formats import format_in
+from .reasoning import deltas_of, parts_in
 from .template.function_schema import function_schema
 from .template.render import ChatText, fields_of, render, rendered
 from .tokenizer.arguments import items_of
@@ -51,7 +53,8 @@ def apply_chat_template(
         messages: dicts with "role", "content" and any other keys that the template reads, or objects
             of Pydantic or dataclasses with such fields, as OpenAI's client returns. A key whose value
             is None is left out, except for "content" where the template asks whether it is none and
-            does not fail with it.
+            does not fail with it. The arguments of calls ("tool_calls") may be dicts, as in transformers,
+            or JSON text, as in OpenAI's API: the template gets what it can write.
         add_generation_prompt: whether the prompt ends with the header of an answer.
         tools: functions that the model may call: the JSON schema of each, or the Python function with
             type hints and a docstring that describes its arguments (``function_schema``).
@@ -192,9 +195,64 @@ def _applied(
         if _READS_NONE.search(template):
             # Some that test it fail with it all the same, such as Ministral 3's.
             with suppress(UserInputError):
-                return use(template, {**values, "messages": messages})
+                return _with_calls(use, template, values, messages)
         messages = [_message(i, message, set()) for i, message in enumerate(listed)]
-    return use(template, {**values, "messages": messages})
+    return _with_calls(use, template, values, messages)
+
+
+def _with_calls(
+    use: Callable[[str, dict[str, Any]], Any],
+    template: str,
+    values: Mapping[str, Any],
+    messages: list[dict[str, Any]],
+) -> Any:
+    """What ``use`` makes of messages, with the arguments of calls as dicts or, where the template needs it, as JSON.
+
+    Most templates take dicts. Some add the arguments to a text: with a dict they fail, or write it as Python does.
+    """
+    given: list[dict[str, Any]] = []
+    dicts = [_with_arguments(message, given.append, lambda value: value) for message in messages]
+    if not given:
+        return use(template, {**values, "messages": messages})
+    found = error = None
+    try:
+        found = use(template, {**values, "messages": dicts})
+    except UserInputError as raised:
+        error = raised
+    else:
+        text = found.text if isinstance(found, ChatText) else found
+        if not any(one and repr(one) in text for one in given):
+            return found
+    texts = [_with_arguments(message, given.append, json_of) for message in messages]
+    with suppress(UserInputError):
+        return use(template, {**values, "messages": texts})
+    if error is not None:
+        raise error
+    return found
+
+
+def _with_arguments(
+    message: dict[str, Any], take: Callable[[dict[str, Any]], None], form: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """The message with the arguments of its calls, which ``take`` gets as dicts, in another form."""
+
+    def formed(call: Any) -> Any:
+        call = call if isinstance(call, Mapping) else fields_of(call) or call
+        if not isinstance(call, Mapping):
+            return call
+        if "function" in call:
+            return {**call, "function": formed(call["function"])}
+        value = call.get("arguments")
+        value = parsed(value) if isinstance(value, str) else value
+        if not isinstance(value, Mapping):
+            return call
+        take(dict(value))
+        return {**call, "arguments": form(dict(value))}
+
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, tuple)):
+        return message
+    return {**message, "tool_calls": [formed(call) for call in calls]}
 
 
 def _continued(template: str, values: dict[str, Any], key: str) -> str:
@@ -278,16 +336,19 @@ def answer_message(answer: Any, tokenizer: Any, **options: Any) -> dict[str, Any
         answer: the :class:`~maxjax.engine.generate.completion.Completion`.
         tokenizer, options: arguments of :func:`apply_chat_template`.
     """
-    parts = answer.parts
+    name = answer_format(tokenizer, **options)
+    deltas = deltas_of(answer.marked, answer.prompt or "", name, options.get("tools"))
+    parts = parts_in(deltas)
+    ids = [one.id for one in deltas if one.kind == "call"]
     apart: dict[str, Any] = {}
     if parts.reasoning is not None:
         apart["reasoning_content"] = parts.reasoning
     if parts.tool_calls:
         apart["tool_calls"] = [
-            {"id": f"call{i:05}", "type": "function", "function": call}
-            for i, call in enumerate(parts.tool_calls)
+            {"id": given or f"call{i:05}", "type": "function", "function": call}
+            for i, (given, call) in enumerate(zip(ids, parts.tool_calls, strict=True))
         ]
-    if apart and all(_shows(name, tokenizer, options) for name in apart):
+    if apart and all(_shows(key, tokenizer, options) for key in apart):
         return {"role": "assistant", "content": parts.content, **apart}
     return {"role": "assistant", "content": answer.marked}
 

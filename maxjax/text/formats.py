@@ -254,8 +254,9 @@ MARKS = frozenset(
         *WRAPPERS,
         "<|channel>",  # the token at the beginning of Gemma 4's reasoning
         *(CHANNEL, START, MESSAGE, *ENDS_OF_MESSAGE, "<|constrain|>"),
-        *(getattr(one, end) for one in ANY.syntaxes for end in ("opening", "closing")),
-        *(mark for pair in ANY.around for mark in pair),
+        *(syntax.opening for one in FORMATS for syntax in one.syntaxes),
+        *(getattr(syntax, "closing", "") for one in FORMATS for syntax in one.syntaxes),
+        *(mark for one in FORMATS for pair in one.around for mark in pair),
         *(mark for one in FORMATS for mark in one.inside),
     )
     if len(mark) > 1

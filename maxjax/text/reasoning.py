@@ -8,7 +8,7 @@ reasoning between two marks and each call between two others. gpt-oss writes mes
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from .calls import Balanced, Call, Reader, functions_of, json_of, parsed
@@ -74,17 +74,23 @@ def parts_of(text: str, prompt: str = "", format: str | None = None, tools: Any 
         >>> parts_of('[TOOL_CALLS]add[ARGS]{"a": 3}').tool_calls
         ({'name': 'add', 'arguments': {'a': 3}},)
     """
+    return parts_in(deltas_of(text, prompt, format, tools))
+
+
+def deltas_of(text: str, prompt: str, format: str | None, tools: Any) -> list[Delta]:
+    """Return the deltas of a finished answer; the arguments are those of :func:`parts_of`."""
     parser = AnswerParser(format, prompt, tools)
-    deltas = [*parser.push(text), *parser.flush()]
+    return [*parser.push(text), *parser.flush()]
+
+
+def parts_in(deltas: Sequence[Delta]) -> Parts:
+    """Join deltas to the parts of their answer."""
     thoughts = [one.text for one in deltas if one.kind == "reasoning"]
+    calls = [one for one in deltas if one.kind == "call"]
     return Parts(
         "".join(thoughts) if thoughts else None,
         "".join(one.text for one in deltas if one.kind == "content"),
-        tuple(
-            {"name": one.name, "arguments": parsed(one.text)}
-            for one in deltas
-            if one.kind == "call"
-        ),
+        tuple({"name": one.name, "arguments": parsed(one.text)} for one in calls),
     )
 
 

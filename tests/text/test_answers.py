@@ -4,12 +4,14 @@
 """
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from maxjax.text.formats import FORMATS
-from maxjax.text.reasoning import parts_of
+from maxjax.text.chat import answer_format
+from maxjax.text.formats import FORMATS, MARKS, format_named
+from maxjax.text.reasoning import AnswerParser, parts_of
 from tests.text.test_reasoning import cuts, joined
 
 FOLDER = Path(__file__).parent / "answers"
@@ -60,3 +62,187 @@ def test_every_format_has_recorded_answers():
     # Those without any are written as others are: the syntaxes are the same.
     tested = {syntax for one in FORMATS if names & {*one.names} for syntax in one.syntaxes}
     assert all({*one.syntaxes} <= tested for one in FORMATS)
+
+
+# Parts of the chat templates of these models that write calls.
+TEMPLATES = {
+    "Qwen 2.5": ("hermes", """{{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}"""),
+    "Qwen3-Coder": (
+        "qwen3_coder",
+        """{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}""",
+    ),
+    "GLM-4.6": (
+        "glm45",
+        "\n<tool_call>' + tc.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}",
+    ),
+    "Llama 3.1": (
+        "llama3_json",
+        """'<|start_header_id|>assistant<|end_header_id|>' '{"name": "' + tool_call.name + '", ' '"parameters": '""",
+    ),
+    "Llama 4": (
+        "llama4_json",
+        """'<|header_start|>assistant<|header_end|>' '{"name": "' + tool_call.name + '", ' '"parameters": '""",
+    ),
+    "Mistral": ("mistral", "'[TOOL_CALLS]' + tool_call.function.name + '[ARGS]'"),
+    "DeepSeek R1": (
+        "deepseek_v3",
+        "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'",
+    ),
+    "DeepSeek V3.2": ("deepseek_v32", "set dsml_token = '｜DSML｜'"),
+    "gpt-oss": (
+        "openai",
+        '"<|start|>assistant<|channel|>analysis<|message|>" + message.content + "<|end|>"',
+    ),
+    "Kimi K2": (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
+    ),
+    "Granite 3": (
+        "granite",
+        "respond only with <|tool_call|> followed by a JSON list of tools used.",
+    ),
+    "Command R7B": (
+        "cohere_command3",
+        '<|START_ACTION|>[\n{"tool_call_id": "0", "parameters": {}}]<|END_ACTION|>',
+    ),
+    "Gemma 4": (
+        "gemma4",
+        """{{- '<|tool_call>call:' + name + '{' -}} {{- '<|"|>' + argument + '<|"|>' -}}""",
+    ),
+    "MiniMax M2": ("minimax_m2", "set toolcall_begin_token = '<minimax:tool_call>'"),
+    "Seed-OSS": ("seed_oss", '{{ "\\n<seed:tool_call>\\n<function=" + name + ">\\n" }}'),
+    "Nemotron Nano 2": ("nemotron_json", "{{- '<TOOLCALL>[' -}}"),
+    "Phi-4-mini": ("phi4_mini_json", "'<|tool|>' + message['tools'] + '<|/tool|>'"),
+    "no calls": (None, "{{ message.content }} <think>"),
+}
+
+
+class Tokenizer:
+    def __init__(self, template, tokens=()):
+        self.chat_templates = {} if template is None else {"default": template}
+        self.special_tokens, self.special_ids = {}, dict.fromkeys(tokens, 0)
+
+
+@pytest.mark.parametrize("model", TEMPLATES)
+def test_the_template_tells_the_format(model):
+    name, template = TEMPLATES[model]
+    assert answer_format(Tokenizer(template)) == name
+    assert name is None or format_named(name).names[0] == name
+
+
+def test_without_a_template_the_special_tokens_tell_the_format():
+    tokens = ["<s>", "[INST]", "[TOOL_CALLS]", "[ARGS]"]
+    assert answer_format(Tokenizer(None, tokens)) == "mistral"
+    assert answer_format(Tokenizer("{{ messages[0].content }}", tokens)) == "mistral"
+    assert answer_format(Tokenizer(None, ["<s>"])) is None
+    assert {"<tool_call>", "<|python_tag|>", "[ARGS]", "<｜tool▁sep｜>", '<|"|>'} <= MARKS
+
+
+CITY = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}
+XML = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "parts"),
+    [
+        # reasoning before calls, and ended by one
+        ("qwen3_coder", "", f"<think>\nhm\n</think>\n\nLook.\n\n{XML}", ("hm", "Look.", (CITY,))),
+        ("qwen3_coder", "<think>\n", f"hm\n{XML}", ("hm", "", (CITY,))),
+        ("qwen3_coder", "<think>\n", "a <tool_call> is XML</think>7", ("a <tool_call> is XML", "7", ())),
+        ("qwen3_coder", "<think>\n", f"hm {XML.replace('get_weather', 'f')}</think>7",
+         (f"hm {XML.replace('get_weather', 'f')}", "7", ())),  # a call that it only thinks of
+        ("kimi_k2", "<think>", "hm<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"
+         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+         ("hm", "", ({"name": "now", "arguments": {}},))),
+        ("kimi_k2", "<think>", "hm<|tool_calls_section_begin|> no", ("hm<|tool_calls_section_begin|> no", "", ())),
+        # without the marks around it, without the end of a value, with blanks that are not there in templates
+        ("qwen3_coder", "", XML.removeprefix("<tool_call>\n"), (None, "", (CITY,))),
+        ("qwen3_coder", "", XML.replace("</parameter>\n</function>", "</function>"), (None, "", (CITY,))),
+        ("qwen3_coder", "", XML.replace("\n</parameter>\n<", "\n<", 1), (None, "", (CITY,))),
+        ("hermes", "", '<tool_call>{"name": "now"}', (None, "", ({"name": "now", "arguments": {}},))),
+        ("hermes", "", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>',
+         (None, "", ({"name": "now", "arguments": {}},))),
+        # no calls
+        ("hermes", "", "The <tool_call> mark.", (None, "The <tool_call> mark.", ())),
+        ("hermes", "", '<tool_call>{"a": 1}</tool_call> no', (None, '<tool_call>{"a": 1}</tool_call> no', ())),
+        ("hermes", "", '<tool_call>{"name": "now", "arguments": {"a": 1e999}}</tool_call>',
+         (None, '<tool_call>{"name": "now", "arguments": {"a": 1e999}}</tool_call>', ())),
+        ("hermes", "", '<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>\n'
+         '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+         (None, '<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>', ({"name": "now", "arguments": {}},))),
+        ("llama4_pythonic", "", "[a](b) and [now()]", (None, "[a](b) and", ({"name": "now", "arguments": {}},))),
+        ("llama4_pythonic", "", "[now(1)]", (None, "[now(1)]", ())),
+        ("llama4_pythonic", "", "[now(**{})]", (None, "[now(**{})]", ())),
+        ("lfm2", "", "<|tool_call_start|>[open('a')]<|tool_call_end|>",
+         (None, "<|tool_call_start|>[open('a')]<|tool_call_end|>", ())),
+    ],
+)  # fmt: skip
+def test_parts_of_answers_as_models_also_write_them(name, prompt, text, parts):
+    whole = joined([text], name, prompt, TOOLS)
+    assert parts_of(text, prompt, name, TOOLS) == parts
+    assert all(joined(pieces, name, prompt, TOOLS) == whole for pieces in cuts(text, 0))
+
+
+QUOTED = {
+    "hermes": '<tool_call>\n{"name": "write_file", "arguments": {"content": %s}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS]write_file[ARGS]{"content": %s}',
+    "kimi_k2": "<|tool_call_begin|>functions.write_file:0<|tool_call_argument_begin|>"
+    '{"content": %s}<|tool_call_end|>',
+    "deepseek_v31": '<｜tool▁call▁begin｜>write_file<｜tool▁sep｜>{"content": %s}<｜tool▁call▁end｜>',
+    "llama3_json": '{"name": "write_file", "parameters": {"content": %s}}',
+    "qwen3_coder": "<tool_call>\n<function=write_file>\n<parameter=content>\n%s\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="write_file">\n<parameter name="content">%s</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "glm45": "<tool_call>write_file\n<arg_key>content</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    "gemma4": '<|tool_call>call:write_file{content:<|"|>%s<|"|>}<tool_call|>',
+    "lfm2": "<|tool_call_start|>[write_file(content=%s)]<|tool_call_end|>",
+}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_marks_in_arguments_end_no_call(name):
+    """A file about tool calls is written: its text has every mark that may be in it."""
+    marks = "</tool_call> </function> <tool_call> [TOOL_CALLS] <tool_call|> </arg_value> </parameter> }] <think>"
+    marks += " <|tool_call_end|> <｜tool▁call▁end｜> </invoke> {"
+    write = {"qwen3_coder": str, "minimax_m2": str, "glm45": str, "gemma4": str, "lfm2": repr}
+    written = QUOTED[name] % write.get(name, json.dumps)(marks)
+    expected = ({"name": "write_file", "arguments": {"content": marks}},)
+    whole = joined([written], name, "", TOOLS)
+    assert parts_of(written, "", name, TOOLS) == (None, "", expected)
+    assert all(joined(pieces, name, "", TOOLS) == whole for pieces in cuts(written, 0))
+
+
+REPEATED = [
+    "<tool_call>", '<tool_call>{"', '<tool_call>"', "</tool_call>", "[", "{", "[now(", "\n", '\\"', "<|channel|>",
+    '{"name": "now", "parameters": {', "<function=", "<function=now><parameter=a></function>",
+    "<function=now><parameter=a>", "<function=write_file><parameter=path><parameter=content></parameter></function>",
+    "<|tool_call>call:", '<|tool_call>call:f{<|"|><tool_call|>', "<|tool_call_start|>['<|tool_call_end|>",
+    "<tool_call>a<arg_key>", "<tool_call>a<arg_key>b</arg_key><arg_value></tool_call>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REPEATED)
+def test_long_answers_that_are_no_calls_cost_little(text):
+    long = text * (60_000 // len(text))
+    for name in (
+        "hermes",
+        "qwen3_coder",
+        "glm45",
+        "gemma4",
+        "lfm2",
+        "llama3_json",
+        "llama4_pythonic",
+        "openai",
+        None,
+    ):
+        began = time.process_time()
+        parser = AnswerParser(name, "", TOOLS)
+        found = [one for i in range(0, len(long), 100) for one in parser.push(long[i : i + 100])]
+        found += parser.flush()
+        assert time.process_time() - began < 5  # some seconds, and not minutes
+        if all(one.kind == "content" for one in found) and text != "<|channel|>":
+            assert "".join(one.text for one in found) == long

@@ -167,6 +167,46 @@ def test_messages_may_be_objects(tokenizer):
         apply_chat_template(tokenizer, [Turn], chat_template=template)
 
 
+WRITES_TEXT = (  # as DeepSeek R1 and Functionary: the first fails with a dict, the second writes Python's
+    "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments }}"
+    "{% endfor %}{% endfor %}",
+    "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.name }}{{ call.function.arguments }}"
+    "{% endfor %}{% endfor %}",
+)
+
+
+def called(arguments, **keys):
+    function = {"name": "f", "arguments": arguments}
+    return {**CALL, "tool_calls": [{**CALL["tool_calls"][0], "function": function, **keys}]}
+
+
+@pytest.mark.parametrize("name", ["Llama 3", "Qwen 2.5", "Qwen 3", "Mistral"])
+def test_arguments_of_calls_may_be_json_as_in_openais_api(tokenizer, name):
+    def shown(call):
+        return apply_chat_template(
+            tokenizer, [USER, call, RESULT], chat_template=chat_templates.ALL[name]
+        )
+
+    assert shown(called('{"é":[1,null]}')) == shown(CALL)
+    assert shown(called("{}")) == shown(called({}))
+    assert shown(CALL) != shown(called("no JSON"))  # as it is
+
+
+@pytest.mark.parametrize("template", WRITES_TEXT)
+def test_templates_that_add_arguments_to_a_text_get_json(tokenizer, template):
+    for arguments in ({"é": [1, None]}, '{"é":[1,null]}'):
+        messages = [called(arguments)]
+        assert (
+            apply_chat_template(tokenizer, messages, chat_template=template) == 'f{"é": [1, null]}'
+        )
+        assert messages == [called(arguments)]
+
+
+def test_a_template_that_fails_with_calls_says_why(tokenizer):
+    with pytest.raises(UserInputError, match="no calls"):
+        apply_chat_template(tokenizer, [CALL], chat_template="{{ raise_exception('no calls') }}")
+
+
 def test_tokens_are_those_of_transformers_and_begin_once(tokenizer, oracle):
     options = {"tokenize": True, "return_dict": False}
     templates = (chat_templates.LLAMA3, chat_templates.CHATML, chat_templates.GEMMA)
