@@ -192,12 +192,14 @@ class JsonSyntax(NamedTuple):
         header: what is between the opening mark and the arguments, with groups ``name`` and ``id``; None if the name
             is in the JSON text.
         is_list: whether the JSON text is a list.
+        is_keyed: whether a call is an object of the name and the arguments: ``{name: {…}}``.
     """
 
     opening: str
     closing: str = ""
     header: str = ""
     is_list: bool = False
+    is_keyed: bool = False
 
     def reader(self, functions: Functions | None) -> Reader:
         return _JsonReader(self).read
@@ -233,10 +235,10 @@ class _JsonReader:
             if self._syntax.closing and at == len(text) and not is_whole:
                 return None
             value = parsed(text[self._start : self._end])
-            if self._name is None:
-                calls = calls_of(value)
-            else:
+            if self._name is not None:
                 calls = (Call(self._name, value, self._id),) if isinstance(value, dict) else ()
+            else:
+                calls = calls_of(_keyed(value) if self._syntax.is_keyed else value)
             if not calls:
                 return Found(self._end)
             if not self._syntax.closing or self._name or not text.startswith("{", at):
@@ -261,6 +263,13 @@ class _JsonReader:
             return -1
         self._name, self._id = header["name"], header.groupdict().get("id")
         return brace
+
+
+def _keyed(value: Any) -> Any:
+    """The calls of ``[{name: {…}}]`` in the usual form; what has another form as it is."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        return value
+    return [{"name": name, "arguments": given} for one in value for name, given in one.items()]
 
 
 def _closed(text: str, end: int, closing: str, is_whole: bool) -> int | None:
@@ -397,6 +406,8 @@ class XmlSyntax(NamedTuple):
         if matched is None:
             return ()
         name, at, arguments = matched["name"], matched.end(), {}
+        if text.startswith("{", at) and isinstance(value := parsed(text[at:]), dict):
+            return (Call(name, value),)  # Functionary, and Llama 3.1's own format
         schemas = None if functions is None else functions.get(name, {})
         parameter = re.compile(rf"\s*{self.parameter}")
         # Text that looks like the end of a value may be in it: what follows the end is a tag, or nothing.

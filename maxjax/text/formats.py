@@ -19,6 +19,8 @@ REASONING = {
     "<|channel>thought": "<channel|>",  # Gemma 4
     "<|START_THINKING|>": "<|END_THINKING|>",  # Command A
     "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
+    "<thought>": "</thought>",  # EXAONE Deep
+    "◁think▷": "◁/think▷",  # Kimi-VL
 }
 """The marks around the reasoning, whatever the format of calls."""
 
@@ -42,6 +44,8 @@ class Format(NamedTuple):
         signs: texts that are in the chat templates of these models.
         is_channels: whether answers are messages in channels, as gpt-oss writes them.
         inside: further marks of calls, which are tokens in these models.
+        reasoning: pairs of texts around the reasoning, beside the marks of ``REASONING``.
+        wrappers: texts around what follows the reasoning, which are not part of it.
     """
 
     names: tuple[str, ...]
@@ -50,6 +54,8 @@ class Format(NamedTuple):
     signs: tuple[str, ...] = ()
     is_channels: bool = False
     inside: tuple[str, ...] = ()
+    reasoning: tuple[tuple[str, str], ...] = ()
+    wrappers: tuple[str, ...] = ()
 
 
 _HERMES = JsonSyntax("<tool_call>", "</tool_call>")
@@ -179,12 +185,26 @@ FORMATS = (
         ("granite",),
         (JsonSyntax("<|tool_call|>", "<|/tool_call|>"), JsonSyntax("<tool_call>", "</tool_call>")),
         signs=("<|tool_call|>",),
+        reasoning=(
+            ("Here is my thought process:", "Here is my response:"),
+            ("Here's my thought process:", "Here's my response:"),
+        ),
+        wrappers=("<response>", "</response>"),
     ),
     Format(("granite-20b-fc",), (JsonSyntax("<function_call>"),), signs=("<function_call>",)),
     Format(("hermes", "qwen3_json", "granite4", "ernie45"), (_HERMES,), signs=("<tool_call>",)),
     Format(
-        ("hunyuan_a13b", "jamba"), (JsonSyntax("<tool_calls>", "</tool_calls>"),), signs=("<tool_calls>",)
+        ("hunyuan_a13b", "jamba"),
+        (JsonSyntax("<tool_calls>", "</tool_calls>"),),
+        signs=("<tool_calls>",),
+        wrappers=("<answer>", "</answer>"),
     ),
+    Format(
+        ("apertus",),
+        (JsonSyntax("<|tools_prefix|>", "<|tools_suffix|>", is_keyed=True),),
+        signs=("<|tools_prefix|>",),
+    ),
+    Format(("functionary",), (XmlSyntax(),), signs=("<function=",)),
     Format(
         ("phi4_mini_json",),
         (JsonSyntax("<|tool_call|>", "<|/tool_call|>"), _FUNCTOOLS),

@@ -135,8 +135,18 @@ class AnswerParser:
             (CHANNEL, START, MESSAGE, _TO, f" {_TO}") if chosen.is_channels else ()
         )
         calls = {one.opening for one in self._syntaxes}
+        self._reasoning = {**REASONING, **dict(chosen.reasoning)}
+        self._wrappers = frozenset(chosen.wrappers)
         self._marks = _Marks(
-            {*REASONING, *WRAPPERS, *calls, *self._openings, *self._closings, *self._heads}
+            {
+                *self._reasoning,
+                *WRAPPERS,
+                *self._wrappers,
+                *calls,
+                *self._openings,
+                *self._closings,
+                *self._heads,
+            }
         )
         # Some models call a function while they reason: that ends the reasoning.
         self._interrupts = frozenset(one for one in {*calls, *self._openings} if len(one) > 1)
@@ -152,15 +162,15 @@ class AnswerParser:
         self._step: Callable[[], bool] = self._in_text
 
         prompt = prompt.rstrip()
-        for opening, closing in REASONING.items():
+        for opening, closing in self._reasoning.items():
             if prompt.endswith(opening):
                 self._reason(closing)
-        head, start, tail = prompt.rpartition(START)
-        if chosen.is_channels and start and (MESSAGE in tail or CHANNEL in tail):
-            if MESSAGE in tail:
-                self._message(tail.partition(MESSAGE)[0])
-            else:
-                self._buffer, self._step = tail, self._in_head
+        _, start, begun = prompt.rpartition(START)
+        if chosen.is_channels and start and not any(one in begun for one in ENDS_OF_MESSAGE):
+            if MESSAGE in begun:
+                self._message(begun.partition(MESSAGE)[0])
+            elif CHANNEL in begun:
+                self._buffer, self._step = begun, self._in_head
 
     def push(self, piece: str) -> list[Delta]:
         """Take the next piece of the answer, and return what is now certain."""
@@ -252,19 +262,24 @@ class AnswerParser:
             self._write(before)
         if not mark:
             return False
-        if mark in REASONING and (
+        if mark in self._reasoning and (
             mark in REASONS_LATER or (self._is_blank and not self._has_reasoning)
         ):
-            self._reason(REASONING[mark])
+            self._reason(self._reasoning[mark])
         elif mark in self._heads and self._is_blank:
             self._buffer, self._step = mark + self._buffer, self._in_head
         elif self._begin_call(mark, self._in_text):
             pass
         elif mark in self._openings:
             self._held += mark
-        elif mark not in WRAPPERS and not (mark in self._closings and self._after_call):
+        elif not self._is_dropped(mark):
             self._write(mark)
         return True
+
+    def _is_dropped(self, mark: str) -> bool:
+        if mark in self._closings:
+            return self._after_call
+        return mark in WRAPPERS or (mark in self._wrappers and self._has_reasoning)
 
     def _begin_call(self, mark: str, otherwise: Callable[[], bool]) -> bool:
         """Read a call after its opening mark, if it is one; without a call the answer goes on as before."""
