@@ -368,6 +368,8 @@ class AnswerParser:
         at = self._buffer.find(MESSAGE)
         if at < 0:
             if self._is_whole:
+                if CHANNEL not in self._buffer and START not in self._buffer:
+                    self._write(self._buffer)
                 self._buffer = ""
             return False
         head, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]

@@ -167,6 +167,7 @@ XML = (
          "<|message|>7", ("hm", "7", ())),
         ("openai", "<|start|>assistant<|channel|>commentary to=functions.now", "<|message|>{}<|call|>",
          (None, "", ({"name": "now", "arguments": {}},))),
+        ("openai", "", "to=functions.now is how it calls", (None, "to=functions.now is how it calls", ())),
         ("functionary", "", '<function=now>{"a": 1}</function>', (None, "", ({"name": "now", "arguments": {"a": 1}},))),
         # without the marks around it, without the end of a value, with blanks that are not there in templates
         ("qwen3_coder", "", XML.removeprefix("<tool_call>\n"), (None, "", (CITY,))),
@@ -258,8 +259,9 @@ def test_long_answers_that_are_no_calls_cost_little(text):
             assert "".join(one.text for one in found) == long
 
 
-FRAGMENTS = """now get_weather now() [now()] call:now call: function functions.now:0 to=functions.now true 1 a { } [ ] ( )
-" ' \\ : , = ; {} < > <| |> </ "> é commentary analysis final assistant <think> </think> <parameter=path> </parameter>
+FRAGMENTS = """now get_weather now() [now()] call:now call: function functions.now:0 to=functions.now true 1
+a { } [ ] ( ) " ' \\ : , = ; {} < > <| |> </ "> é commentary analysis final assistant <think> </think>
+<parameter=path> </parameter>
 <parameter=content> </invoke> ``` ```json ◁think▷""".split()
 FRAGMENTS += [
     " ",
