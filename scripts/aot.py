@@ -1,15 +1,16 @@
 """Compiles a model's programs ahead of time for TPUs or GPUs that this machine does not have.
 
     python scripts/aot.py h200:8 --model llama8 --layers 8 --mesh model=8 --batch 8 --capacity 8192
-    python scripts/aot.py v5e:2x4 --model path/to/config.json --program prefill --tokens 512
+    python scripts/aot.py v5e:2x4 --model path/to/config.json --program read --tokens 512
     python scripts/aot.py --table scripts/aot.txt
     python scripts/aot.py --check scripts/aot.txt
 
 A topology names TPUs (`v5e:2x4`, `v5p:2x2x2`; needs the package libtpu, or TPU_LIBRARY_PATH),
 NVIDIA GPUs (`h200:8`, `h100:8`; needs jax-cuda13-plugin and jax-cuda13-pjrt of jax's version, and
 nvidia-cudnn-cu13), or fake devices (`cpu:8`). The compilers are the real ones; the model has no
-weights, only their shapes, and its layers are as `maxjax.load` would hold them. The programs are `decode` and
-`prefill` of `maxjax.generate`, `engine`, which is a decode step of `maxjax.Engine`, and `call`. The report has:
+weights, only their shapes, and its layers are as `maxjax.load` would hold them. The programs are those
+of `maxjax.Engine` and `maxjax.generate`, `decode`, `read` (of one text for each group of devices that divide texts) and
+`read_tokens` (of all texts), and `call`. The report has:
 
 arguments    bytes of weights, cache and other arguments on one device
 temporaries  bytes that the program needs in addition
@@ -63,33 +64,24 @@ if __name__ == "__main__":  # before JAX is imported
             os.environ["JAX_NUM_CPU_DEVICES"] = argument.removeprefix("cpu:")
 
 import jax  # noqa: E402
-import numpy as np  # noqa: E402
 
 import maxjax  # noqa: E402
 from maxjax.dtype import DType  # noqa: E402
-from maxjax.engine.batching.memory import page_size_of  # noqa: E402
-from maxjax.engine.batching.programs import (  # noqa: E402
-    Choosing,
-    EngineMemory,
-    TextRows,
-    decode,
-)
-from maxjax.engine.generate.programs import shardings_on_mesh  # noqa: E402
+from maxjax.engine.batching.memory import in_groups  # noqa: E402
 from maxjax.engine.plan.compiled import (  # noqa: E402
-    abstract_state,
+    abstract_pool,
     lowered,
     memory_of,
     placeholder_of,
 )
 from maxjax.engine.plan.footprint import Reading  # noqa: E402
 from maxjax.engine.plan.topology import Topology  # noqa: E402
-from maxjax.engine.sampling.rows import MOST_LOGPROBS  # noqa: E402
 from maxjax.errors import MissingCompilerError, UserInputError  # noqa: E402
 from maxjax.graph.quantization import QuantizationEncoding  # noqa: E402
 from maxjax.models import build, find_family  # noqa: E402
-from maxjax.nn.kv_cache.pages import PagePool  # noqa: E402
+from maxjax.models.parts.config import groups_of_config  # noqa: E402
 from scripts import hlo, packed_checkpoints, traffic  # noqa: E402
-from scripts.aot_programs import MODELS, PACKED, PROGRAMS, STEPS, TABLE, TOPOLOGIES, Case  # noqa: E402
+from scripts.aot_programs import MODELS, PACKED, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
 
 MIB = 1 << 20
 # The number of compilations at a time: XLA uses more than one core only for a part of each.
@@ -167,42 +159,37 @@ def trace(case: Case, topology: str) -> Traced:
     """The lowered program of a case."""
     mesh = maxjax.make_mesh(devices=Topology.of(topology).devices(), **case.mesh)
     model = model_of(case, mesh)
-    if case.program == "engine":
-        program, cache = engine_step(model, case.batch, case.capacity, case.cache_dtype)
-    else:
-        program = lowered(
-            case.program, model, mesh,
-            batch=case.batch, capacity=case.capacity, tokens=case.tokens, cache_dtype=case.cache_dtype,
-        )  # fmt: skip
-        cache = None
-        if case.program != "call":
-            state = abstract_state(model, mesh, case.batch, case.capacity, case.cache_dtype)
-            cache = state.cache
+    program = lowered(
+        case.program, model, mesh,
+        batch=case.batch, capacity=case.capacity, tokens=case.tokens, cache_dtype=case.cache_dtype,
+    )  # fmt: skip
     weights = _leaves(model)
-    tokens = case.batch * (1 if case.program in STEPS else case.tokens)
+    slots, groups = in_groups(model, case.batch)
+    rows = {"decode": slots, "read": groups * case.tokens, "read_tokens": case.tokens}
+    tokens = rows.get(case.program, case.batch * case.tokens)
     mixture = mixture_of(model.config, weights, tokens)
     held = [held_of(name, leaf, model.config, tokens) for name, leaf in weights.items()]
-    held += [traffic.Held(name, local_bytes(a)) for name, a in _leaves(cache).items()]
+    held += cache_of(case, model)
     return Traced(program, model.config.num_hidden_layers, mixture, traffic.needed(held, mixture))
 
 
-def engine_step(
-    model: Any, slots: int, capacity: int, cache_dtype: str | None
-) -> tuple[Any, PagePool]:
-    """The decode program of ``maxjax.Engine``, lowered, and its pool, which has ``capacity`` tokens for each slot."""
-    page_size = page_size_of(model)
-    each = capacity // page_size
-    pool = model.page_pool(slots * each, page_size, slots, cache_dtype, abstract=True)
-    texts = TextRows.of(
-        [None] * slots, each, slots,
-        vocab_size=model.config.vocab_size, has_lengths=bool(model.config.ropes_by_length),
-    )  # fmt: skip
-    rows = np.zeros(slots, np.int32)
-    program = decode.lower(
-        model, EngineMemory(pool, None), texts, rows, rows > 0, np.int32(1), np.int32(0),
-        how=Choosing(MOST_LOGPROBS), shardings=shardings_on_mesh(pool),
-    )  # fmt: skip
-    return program, pool
+def cache_of(case: Case, model: Any) -> list[traffic.Held]:
+    """What a call has to read of the cache: the texts that it is for, and of windows the last tokens alone."""
+    if case.program == "call":
+        return []
+    slots, groups = in_groups(model, case.batch)
+    share = groups / slots if case.program == "read" else 1
+    pool = abstract_pool(model, case.batch, case.capacity, case.cache_dtype)
+    found = []
+    for name, group in groups_of_config(model.config).items():
+        window = getattr(group.kind, "window", None)
+        seen = min(1, (window or case.capacity) / case.capacity)
+        each = _leaves(pool.states[name])
+        found += [
+            traffic.Held(f"{name}.{n}", round(local_bytes(a) * share * seen))
+            for n, a in each.items()
+        ]
+    return found
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
@@ -255,7 +242,7 @@ def compiled(case: Case, topology: str, traced: Traced, save: Path | None) -> Re
         name = re.sub(r"[^\w=.,\-]+", "_", f"{topology}_{case}")
         (save / f"{name}.hlo").write_text(text)
     parsed = hlo.parse(text)
-    moved = traffic.moved(parsed, case.program in STEPS, traced.mixture)
+    moved = traffic.moved(parsed, case.program == "decode", traced.mixture)
     return Report(
         memory.arguments, memory.temporaries, *traffic.totals(moved), traced.need,
         copies_of(parsed, case.program), collectives_of(parsed, traced.layers, case.program),
@@ -302,10 +289,10 @@ def is_data(name: str) -> bool:
     """Whether an argument of a program is a weight or a part of the cache, by its name.
 
     Example:
-        >>> is_data("model.lm_head.weight"), is_data("state.cache.full.keys"), is_data("state.last")
+        >>> is_data("model.lm_head.weight"), is_data("memory.pool.states.full.keys"), is_data("last")
         (True, True, False)
     """
-    return name.startswith(("model.", "state.cache.", "memory.pool."))
+    return name.startswith(("model.", "memory.pool."))
 
 
 def copies_of(program: hlo.Program, kind: str) -> str:
@@ -313,7 +300,7 @@ def copies_of(program: hlo.Program, kind: str) -> str:
     groups: Counter[tuple[int, str, str, str]] = Counter()
     for one in hlo.copies(program, is_data, MIB):
         name = re.sub(r"\.\d+\b", ".*", one.what)
-        once = "once, " if kind in STEPS and not one.loops else ""
+        once = "once, " if kind == "decode" and not one.loops else ""
         groups[-one.bytes, name, one.dtype, once] += one.times
     parts = [
         f"{times} x {-size / MIB:.1f} MiB ({once}{dtype} {name})"
@@ -326,7 +313,7 @@ def collectives_of(program: hlo.Program, layers: int, kind: str) -> str:
     """The collectives: of each kind ``times // layers`` in a layer, and the remainder outside layers."""
     groups: Counter[tuple[str, str, int, bool]] = Counter()
     for one in hlo.collectives(program):
-        once = kind in STEPS and not one.loops
+        once = kind == "decode" and not one.loops
         groups[one.what, one.dtype, one.bytes, once] += one.times
     parts = []
     for (what, dtype, size, once), times in sorted(groups.items()):
@@ -520,7 +507,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--mesh", type=mesh_sizes, default={"model": 1}, help="as data=2,model=4")
     made.add_argument("--batch", type=int, default=8, help="number of sequences")
     made.add_argument("--capacity", type=int, default=8192, help="slots of the cache")
-    made.add_argument("--tokens", type=int, default=512, help="tokens of a prefill or a call")
+    made.add_argument(
+        "--tokens", type=int, default=512, help="tokens of a text that is read, or of a call"
+    )
     made.add_argument("--dtype", default="bfloat16", help="dtype of weights and cache")
     made.add_argument("--cache-dtype", help="dtype of the cache, such as int8")
     made.add_argument("--program", choices=PROGRAMS, action="append", help="by default all")

@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROGRAMS = ("decode", "prefill", "engine", "call")
-# Those that run once for each token.
-STEPS = ("decode", "engine")
+PROGRAMS = ("decode", "read", "read_tokens", "call")
 # So few that the output head does not hide the layers, in models of two or three layers.
 PACKED_VOCABULARY = 4096
 
@@ -121,7 +119,7 @@ class Case(NamedTuple):
         layers: number of layers; None for that of the configuration.
         mesh: sizes of the mesh's axes.
         batch, capacity: number of sequences, and number of slots of the cache.
-        tokens: number of tokens of each sequence, in a prefill or a call.
+        tokens: number of tokens of each sequence, in a ``read`` or a call; of all in a ``read_tokens``.
         dtype, cache_dtype: dtypes of the weights and of the cache; None for that of the weights.
         unstack: whether each layer has weights of its own, whatever ``load`` would choose.
         packed: format of the matrices of layers: a key of ``packed_checkpoints.FORMATS``, or the name of
@@ -144,13 +142,13 @@ class Case(NamedTuple):
         """The name of the case in a table.
 
         Example:
-            >>> str(Case("prefill", "llama8", 2, {"data": 2, "model": 4}, 8, 1024))
-            'prefill llama8x2 data=2,model=4 B=8 T=512 S=1024'
+            >>> str(Case("read", "llama8", 2, {"data": 2, "model": 4}, 8, 1024))
+            'read llama8x2 data=2,model=4 B=8 T=512 S=1024'
         """
         axes = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
         depth = "" if self.layers is None else f"x{self.layers}"
         words = [self.program, f"{Path(self.model).stem}{depth}", axes, f"B={self.batch}"]
-        words += [] if self.program in STEPS else [f"T={self.tokens}"]
+        words += [] if self.program == "decode" else [f"T={self.tokens}"]
         words += [] if self.program == "call" else [f"S={self.capacity}"]
         words += [] if self.dtype == "bfloat16" else [self.dtype]
         words += [] if self.cache_dtype is None else [f"cache={self.cache_dtype}"]
@@ -207,17 +205,19 @@ TABLE = (
     Case("decode", "qwen3next", 4, {"model": 8}, 8, 8192),
     Case("decode", "llama70", 2, {"model": 64}, 8, 8192),
     Case("decode", "qwen235", 2, {"expert": 8, "model": 8}, 64, 8192),
-    Case("engine", "llama8", 4, {"model": 1}, 64, 4096),
-    Case("engine", "llama8", 4, {"model": 8}, 64, 4096),
-    Case("engine", "llama8", 4, {"model": 8}, 64, 4096, cache_dtype="int8"),
-    Case("prefill", "llama8", 2, {"model": 1}, 1, 8192),
-    Case("prefill", "llama8", 2, {"model": 8}, 8, 8192),
-    Case("prefill", "llama8", 2, {"model": 8}, 1, 32768),
-    Case("prefill", "llama1", 2, {"data": 2, "model": 4}, 8, 8192),
-    Case("prefill", "gemma3", 6, {"model": 4}, 1, 32768),
-    Case("prefill", "mixtral22", 2, {"model": 8}, 1, 8192),
-    Case("prefill", "gpt2", 4, {"model": 4}, 8, 1024),
-    Case("prefill", "llama70", 2, {"model": 64}, 8, 8192),
+    Case("decode", "llama8", 4, {"model": 1}, 64, 4096),
+    Case("decode", "llama8", 4, {"model": 8}, 64, 4096),
+    Case("decode", "llama8", 4, {"model": 8}, 64, 4096, cache_dtype="int8"),
+    Case("read", "llama8", 2, {"model": 1}, 1, 8192),
+    Case("read", "llama8", 2, {"model": 8}, 8, 8192),
+    Case("read", "llama8", 2, {"model": 8}, 1, 32768),
+    Case("read", "llama1", 2, {"data": 2, "model": 4}, 8, 8192),
+    Case("read", "gemma3", 6, {"model": 4}, 1, 32768),
+    Case("read", "mixtral22", 2, {"model": 8}, 1, 8192),
+    Case("read", "gpt2", 4, {"model": 4}, 8, 1024),
+    Case("read", "llama70", 2, {"model": 64}, 8, 8192),
+    Case("read_tokens", "llama8", 2, {"model": 1}, 32, 2048),
+    Case("read_tokens", "llama8", 2, {"model": 8}, 32, 2048),
     Case("call", "llama8", 2, {"model": 8}, 1, 0, 32768),
 )
 # The topologies of the table, by the number of devices that a mesh needs.
@@ -237,7 +237,7 @@ def _packed_dense(
     cases = (
         model("decode", batch=1),
         model("decode", batch=64),
-        model("prefill", batch=4, tokens=512),
+        model("read", batch=4),
     )
     return [(topology, case) for topology in topologies for case in cases]
 
@@ -248,7 +248,7 @@ def _packed_mixture(model: str, layers: int, packed: str, tpu: str) -> list[tupl
     cases = (
         made("decode", mesh={"model": 8}, batch=1),
         made("decode", mesh={"expert": 8}, batch=64),
-        made("prefill", mesh={"expert": 8}, batch=8, tokens=256),
+        made("read", mesh={"expert": 8}, batch=8),
     )
     return [(topology, case) for topology in ("h200:8", tpu) for case in cases]
 

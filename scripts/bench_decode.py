@@ -23,7 +23,6 @@ processor; without it its columns are empty. --only a,b chooses rows by a part o
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -51,10 +50,15 @@ from peers import installed
 import maxjax
 from maxjax import checkpoint
 from maxjax.cli.bench import weight_bytes
+from maxjax.engine.batching.dispatch import MAX_STEPS
+from maxjax.engine.batching.running import Stage, running_text
 from maxjax.engine.bucket import bucket
-from maxjax.engine.generate.batch import Batch
+from maxjax.engine.generate.request import Prompt, Request
+from maxjax.engine.generate.stream import scheduler_for
+from maxjax.engine.sampling.settings import GREEDY
 from maxjax.kernels import QuantArray, StackSlice, decode_attention, matmul, native, product
 from maxjax.kernels.encode import encode
+from maxjax.lockstep import Lockstep
 
 attention_module = sys.modules["maxjax.kernels.decode_attention"]
 
@@ -109,48 +113,53 @@ class Ours:
 
     def __init__(self, model: Any, row: Row):
         self.model, self.row = model, row
-        length = row.prompt or 8
-        prompts = np.random.default_rng(0).integers(3, 1000, (row.batch, length)).tolist()
-        # The capacity of the whole context is allocated at once.
-        self.most = (row.prompt or row.context) + 64
-        self.texts = Batch(
-            model, prompts, [self.most] * row.batch,
-            chunk=bucket(row.prompt or 8), cache_dtype=CACHES[row.kind],
+        length = row.prompt or row.context
+        rows = np.random.default_rng(0).integers(3, 1000, (row.batch, length)).tolist()
+        request = Request(model, None, 64, None, (), GREEDY, {})
+        prompts = [Prompt(ids, None, False) for ids in rows]
+        self.scheduler = scheduler_for(
+            request, prompts, row.batch,
+            chunk=bucket(row.prompt or 8), cache_dtype=CACHES[row.kind], together=Lockstep("bench", ()),
         )  # fmt: skip
+        self.texts = [running_text(request, one, None, i) for i, one in enumerate(prompts)]
+        for text in self.texts:
+            self.scheduler.add(text)
+        self.scheduler._start()
         self.step(1)
 
     def step(self, count: int) -> list[float]:
-        """Seconds of each of `count` decode steps in one dispatch; for a prompt, of each of `count` prefills."""
+        """Seconds of each of `count` decode steps; for a prompt, of each of `count` prefills."""
         if self.row.prompt:
             return [self._read() for _ in range(count)]
-        self._at(self.row.context)
-        start = time.perf_counter()
-        self.texts.fetch(self.texts.decode(count))
+        self._at(self.row.context, Stage.WRITING)
+        start, left = time.perf_counter(), count
+        while left:
+            self.scheduler.dispatch(min(left, MAX_STEPS))
+            self.scheduler.receive()
+            left -= min(left, MAX_STEPS)
         return [(time.perf_counter() - start) / count] * count
 
     def _read(self) -> float:
-        self._at(0)
-        self.texts._read = 0
+        self._at(0, Stage.READING)
         start = time.perf_counter()
-        self.texts.prefill()
+        while any(text.stage is Stage.READING for text in self.texts):
+            self.scheduler.read()
         return time.perf_counter() - start
 
-    def _at(self, length: int) -> None:
-        """Sets the state to `length` tokens of each text in the cache, with no text finished."""
-        state = self.texts.state
-        full = jax.device_put(
-            np.full(self.row.batch, length, np.int32), state.cache.lengths.sharding
-        )
-        done = jax.device_put(np.zeros(self.row.batch, bool), state.done.sharding)
-        cache = dataclasses.replace(state.cache, lengths=full)
-        self.texts.state = state._replace(cache=cache, done=done)
-        self.texts._used = max(length, 1)
+    def _at(self, stored: int, stage: Stage) -> None:
+        """Sets each text back to so many tokens in the cache, and one that is not if it writes."""
+        for text in self.texts:
+            text.tokens = text.tokens[: text.prompt_length] + [3] * (stage is Stage.WRITING)
+            text.stored, text.stage, text.has_last_token = stored, stage, False
+            text.keys = []  # it shares no page with what it was
+            text.received.clear()
 
     def bytes_read(self) -> int:
         """The bytes of all weights, and of the keys and values of the tokens so far."""
-        keys = self.texts.state.cache.keys
-        used = self.row.context * keys.nbytes // keys.shape[3]
-        return weight_bytes(self.model, self.row.batch) + 2 * used
+        pool = self.scheduler.memory.arrays.pool
+        token = sum(a.nbytes for a in jax.tree.leaves(pool)) // (pool.pages * pool.page_size)
+        used = self.row.batch * self.row.context * token
+        return weight_bytes(self.model, self.row.batch) + used
 
 
 def load(directory: Path, stacked: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""Many prompts: slots that are filled again (maxjax.Engine) against batches that end with their longest text.
+"""Many prompts: slots that are filled again against the same engine with batches that end with their longest text.
 
     python scripts/bench_engine.py                       # 512 prompts, 32 slots, a random Llama of 135 M
     python scripts/bench_engine.py --quick               # a tiny model and few prompts, in seconds
@@ -15,7 +15,6 @@ busy     share of the slots that write, until the last prompt has started and ov
          one step in each dispatch, and with the most, so that nothing depends on times
 prefix   time to the first token of 64 prompts with a common beginning, second over first
 speculation  tokens a second of one stream with guesses over without; and whether the text is the same
-stream   tokens a second of one stream, and CPU seconds, over those of the loop over a batch of one
 python   seconds of Python for a step of all slots, with a model of no size
 adapters tokens a second with four LoRA adapters of rank 16 of all linear layers, one in each slot, over none
 """
@@ -44,11 +43,7 @@ from maxjax.engine.batching.memory import page_size_of
 from maxjax.engine.batching.running import RunningText, running_text
 from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.bucket import bucket
-from maxjax.engine.generate.batch import Batch
-from maxjax.engine.generate.batches import BatchStream
 from maxjax.engine.generate.request import Prompt, Request
-from maxjax.engine.generate.texts import stream_answer
-from maxjax.lockstep import Lockstep
 from maxjax.lora.side_by_side import updates_of
 
 LENGTHS = Path(__file__).with_suffix(".txt")
@@ -99,20 +94,36 @@ def with_slots(
     **more: Any,
 ) -> dict[str, float]:
     """Each prompt as soon as a slot is free, with each of the adapters in turn; ``more`` is for the scheduler."""
+    return written(model, [work], slots, adapters, **more)
+
+
+def in_batches(model: Any, work: list[tuple[list[int], int]], slots: int) -> dict[str, float]:
+    """Batches of prompts of similar length, of which the next one waits until all texts of the last have ended."""
+    order = sorted(work, key=lambda one: len(one[0]))
+    return written(model, [order[i : i + slots] for i in range(0, len(order), slots)], slots)
+
+
+def written(
+    model: Any, parts: list[list[tuple[list[int], int]]], slots: int, adapters: Adapters | None = None,
+    **more: Any,
+) -> dict[str, float]:  # fmt: skip
+    """The figures of a scheduler that gets one part of the work after the other."""
     names = (None,) if adapters is None else adapters.names
+    work = [one for part in parts for one in part]
     size = page_size_of(model)
     pages = bucket(sum(sorted(-(-(len(p) + n) // size) for p, n in work)[-slots:]))
     scheduler = Timed(model, slots, pages, adapters=adapters, **more)
-    texts = [
-        text_of(model, ids, n, i, adapter=names[i % len(names)]) for i, (ids, n) in enumerate(work)
-    ]
-    for text in texts:
-        scheduler.add(text)
+    number, texts = 0, []
     began, started = time.perf_counter(), None
-    while scheduler.is_busy:
-        scheduler.step()
-        if started is None and not scheduler.waiting:
-            started = scheduler.steps, scheduler.busy_rows
+    for part in parts:
+        for ids, n in part:
+            texts.append(text_of(model, ids, n, number, adapter=names[number % len(names)]))
+            scheduler.add(texts[-1])
+            number += 1
+        while scheduler.is_busy:
+            scheduler.step()
+            if started is None and not scheduler.waiting and part is parts[-1]:
+                started = scheduler.steps, scheduler.busy_rows
     taken, times = time.perf_counter() - began, scheduler.times
     assert started is not None and all(text.error is None for text in texts)
     scheduler.close()
@@ -127,26 +138,6 @@ def with_slots(
 def text_of(model: Any, ids: list[int], new: int, number: int, **options: Any) -> RunningText:
     request = Request(model, None, new, None, (), None, {})
     return running_text(request, Prompt(ids, None, False), None, number, number=number, **options)
-
-
-def in_batches(model: Any, work: list[tuple[list[int], int]], slots: int) -> dict[str, float]:
-    """Batches of prompts of similar length, each until its longest text has ended."""
-    order = sorted(range(len(work)), key=lambda i: len(work[i][0]))
-    times, steps = Times(), 0
-    began = time.perf_counter()
-    for start in range(0, len(order), slots):
-        part = [work[i] for i in order[start : start + slots]]
-        batch = Batch(model, [ids for ids, _ in part], [len(ids) + n for ids, n in part])
-        written = times.of("read", batch.prefill)
-        while not written.done.all():
-            written = times.of("write", lambda batch=batch: batch.fetch(batch.decode(8)))
-            steps += int(written.counts.max())
-        batch.close()
-    taken, tokens = time.perf_counter() - began, sum(n for _, n in work)
-    return {
-        "seconds": taken, "tokens": tokens / taken, "steps": steps, "read cpu": times.cpu["read"],
-        "write cpu": times.cpu["write"],
-    }  # fmt: skip
 
 
 def work_of(model: Any, count: int) -> list[tuple[list[int], int]]:
@@ -277,29 +268,6 @@ def speculation(model: Any, options: argparse.Namespace) -> None:
         engine.close()
 
 
-def stream(model: Any, options: argparse.Namespace) -> None:
-    """One prompt of 48 tokens and 64 more, in pairs."""
-    ids = np.random.default_rng(2).integers(0, model.config.vocab_size, 48).tolist()
-    request, prompt = Request(model, None, 64, None, (), None, {}), Prompt(ids, None, False)
-    alone = Lockstep("stream", ())
-    ways = {
-        "new": lambda: stream_answer(request, prompt, None, 512, None, alone),
-        "old": lambda: BatchStream(request, request.batch(ids, None, 512, None), prompt),
-    }
-    pairs = []
-    for number in range(options.pairs + 1):
-        times, tokens = Times(), {}
-        for name in list(ways)[:: 1 if number % 2 else -1]:
-            made = ways[name]()
-            times.of(name, lambda made=made: list(made))
-            tokens[name] = made.completion.tokens
-        assert tokens["new"] == tokens["old"]
-        if number:  # the first one compiles
-            pairs.append([of["old"] / of["new"] for of in (times.wall, times.cpu)])
-    speed, cpu = (statistics.median(pair) for pair in zip(*pairs, strict=True))
-    print(f"stream     tokens a second {speed:.3f}, CPU seconds {1 / cpu:.3f}")
-
-
 def model_of_no_size() -> Any:
     config = maxjax.models.LlamaConfig(64, 8, 8, num_hidden_layers=1, num_attention_heads=1)
     return maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
@@ -345,8 +313,7 @@ def main() -> None:
     parser.add_argument("--type", default="BF16", choices=random_llama.DTYPES)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts")
     parser.add_argument(
-        "--only",
-        choices=("batches", "busy", "prefix", "adapters", "speculation", "stream", "python"),
+        "--only", choices=("batches", "busy", "prefix", "adapters", "speculation", "python")
     )
     parser.add_argument(
         "--model", help="a chat model for speculation, of whose file a quantised one is the draft"
@@ -362,8 +329,6 @@ def main() -> None:
                 batches(model, options)
             if options.only in (None, "prefix"):
                 prefix(model, options)
-            if options.only in (None, "stream"):
-                stream(model, options)
             if options.only in (None, "adapters"):
                 adapters(model, options)
             if options.only in (None, "speculation"):

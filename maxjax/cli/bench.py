@@ -136,24 +136,44 @@ def _run(
     """
     import numpy as np
 
-    from ..engine.generate.batch import Batch
-    from ..engine.generate.programs import MAX_STEPS
+    from ..engine.batching.dispatch import MAX_STEPS
+    from ..engine.batching.running import Stage, running_text
+    from ..engine.generate.request import Prompt, Request
+    from ..engine.generate.stream import scheduler_for
+    from ..engine.sampling.settings import GREEDY
+    from ..lockstep import Lockstep
 
     size, prompt = model.config.vocab_size, options.prompt
-    ids = np.random.default_rng(0).integers(0, size, (batch, prompt)).tolist()
-    limits = [prompt + options.new] * batch
-    generation = Batch(model, ids, limits, chunk=options.chunk, cache_dtype=options.cache_dtype)
+    rows = np.random.default_rng(0).integers(0, size, (batch, prompt)).tolist()
+    request = Request(model, None, options.new, None, (), GREEDY, {})
+    prompts = [Prompt(ids, None, False) for ids in rows]
+    scheduler = scheduler_for(
+        request, prompts, batch, chunk=options.chunk, cache_dtype=options.cache_dtype,
+        together=Lockstep("bench", ()),
+    )  # fmt: skip
+    texts = [running_text(request, one, None, i, number=i) for i, one in enumerate(prompts)]
+
+    def read() -> None:
+        while any(text.stage is not Stage.WRITING for text in texts):
+            scheduler.read()
+
+    def write(count: int) -> None:
+        scheduler.dispatch(count)
+        scheduler.receive()
+
     try:
-        times = [_seconds(generation.prefill)]
+        for text in texts:
+            scheduler.add(text)
+        times = [_seconds(read)]
         left = (only or options.new) - 1
         while left > 0:
             count = min(left, most or MAX_STEPS)
-            times.append(_seconds(lambda n=count: generation.fetch(generation.decode(n))))
+            times.append(_seconds(lambda n=count: write(n)))
             left -= count
-        used = _cache_bytes(generation.state.cache, prompt + options.new // 2)
+        used = _cache_bytes(model, scheduler.memory.arrays.pool, batch, prompt + options.new // 2)
         return Run(times[0], times[1:], used)
     finally:
-        generation.close()
+        scheduler.close()
 
 
 def _seconds(action: Callable[[], Any]) -> float:
@@ -210,15 +230,20 @@ def _on_devices(value: Any) -> int:
     return sum(shard.data.nbytes for shard in shards)
 
 
-def _cache_bytes(cache: Any, tokens: int) -> int:
-    """Bytes of the KV cache that hold ``tokens`` tokens of each row, on all devices."""
-    states = [state for state in cache.states.values() if state.layers]
-    # States that do not grow with a sequence are read whole.
-    sizes = [getattr(state, "capacity", tokens) for state in states]
-    return sum(
-        _on_devices(state) * min(tokens, size) // size
-        for state, size in zip(states, sizes, strict=True)
-    )
+def _cache_bytes(model: Any, pool: Any, batch: int, tokens: int) -> int:
+    """Bytes that a decode step reads of the KV cache after ``tokens`` tokens of each text, on all devices."""
+    from ..models.parts.config import groups_of_config
+    from ..nn.kv_cache.kinds import KeysValues
+
+    total = 0
+    for name, group in groups_of_config(model.config).items():
+        size, kind = _on_devices(pool.states[name]), group.kind
+        if isinstance(kind, KeysValues):
+            seen = min(tokens, kind.window or tokens)
+            total += size * batch * seen // (pool.pages * pool.page_size)
+        else:  # a state that does not grow with a text is read whole
+            total += size
+    return total
 
 
 def _devices(model: Any) -> list[Any]:

@@ -150,7 +150,7 @@ def open_model(
     import_jax()
     import jax
 
-    from ..engine.generate.batch import check_model
+    from ..engine.generate.checks import check_model
     from ..engine.load import load
 
     try:

@@ -87,7 +87,7 @@ def test_programs_are_compiled(tmp_path):
               "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
     write_sparse(tmp_path, config, 1)
     found = json.loads(succeeds("plan", tmp_path, "--compile", "cpu:2", "--json"))
-    assert [one["program"] for one in found["programs"]] == ["decode", "prefill"]
+    assert [one["program"] for one in found["programs"]] == ["decode", "read"]
     assert all(one["temporaries"] > 0 for one in found["programs"])
 
 

@@ -11,6 +11,7 @@ import tokenizers
 import maxjax
 from maxjax.graph.weights import load_weights
 from maxjax.models import build
+from maxjax.models.parts.rotary import reading_length
 from maxjax.text.tokenizer.tokenizer import Tokenizer
 from tests.oracles.models import OracleModel
 from tests.oracles.recorded import torch
@@ -179,7 +180,9 @@ def chosen(model, prompts, texts, width=0):
 def greedy(model, prompts, new, chunk=None):
     """Prefill, in chunks if wanted, and one token after the other: ``[B, new]``."""
     rows, lengths = padded(prompts)
-    cache = model.cache(len(prompts), rows.shape[1] + new)
+    ropes = model.config.ropes_by_length
+    read = [reading_length(ropes, int(n), int(n) + new) for n in lengths]
+    cache = model.cache(len(prompts), rows.shape[1] + new).for_texts(read)
     width = chunk or rows.shape[1]
     logits = np.zeros((len(prompts), model.config.vocab_size), np.float32)
     for start in range(0, rows.shape[1], width):

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine.generate.batch import Batch
+from maxjax.engine.batching.running import Stage, running_text
+from maxjax.engine.generate.request import Prompt, Request
+from maxjax.engine.generate.stream import scheduler_for
 from maxjax.engine.plan import footprint
 from maxjax.errors import UserInputError
+from maxjax.lockstep import Lockstep
 from maxjax.models import DeepseekV3, DeepseekV3Config, Gemma4, Gemma4Config, Qwen35, Qwen35Config
 from maxjax.nn.kv_cache.cache import KVCache
 from maxjax.nn.kv_cache.kinds import Place, State, States
-from tests.models.decoders import call, ids_of, last, padded
+from tests.models.decoders import call, greedy, ids_of, last, padded
 
 VOCAB = 96
 SMALL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -84,31 +87,39 @@ def test_rows_in_chunks_are_as_a_whole(model):
 @pytest.mark.sampled(1)
 def test_texts_of_a_batch_are_those_of_each_alone(model):
     """Rows end at different steps; those that have ended change nothing."""
-    rows = [list(map(int, prompt)) for prompt in prompts_of(9, 4)]
-    limits = [len(rows[0]) + 3, len(rows[1]) + 11]
-    together = Batch(model, rows, limits, chunk=4)
-    first = together.prefill().tokens[:, :1]
-    found = np.concatenate([first, together.fetch(together.decode(11)).tokens[:, :10]], 1)
-    for row, (prompt, limit) in enumerate(zip(rows, limits, strict=True)):
-        alone = Batch(model, [prompt], [limit])
-        first = alone.prefill().tokens[:, :1]
-        count = limit - len(prompt)
-        rest = alone.fetch(alone.decode(count - 1)).tokens[:, : count - 1]
-        np.testing.assert_array_equal(found[row, :count], np.concatenate([first, rest], 1)[0])
+    rows = [list(map(int, prompt)) for prompt in prompts_of(41, 4)]
+    with maxjax.Engine(model, None, slots=2, chunk=16) as engine:
+        answers = [
+            engine.submit(prompt, max_new_tokens=count, eos_ids=())
+            for prompt, count in zip(rows, (3, 11), strict=True)
+        ]
+        expected = greedy(model, rows, 11)
+        for answer, count, text in zip(answers, (3, 11), expected, strict=True):
+            assert list(answer.result().tokens) == text[:count].tolist()
 
 
 def test_a_recurrent_state_resumes_where_it_is_or_anew(recurrent):
-    prompt = list(map(int, prompts_of(9)[0]))
-    texts = Batch(recurrent, [prompt], [40], chunk=16)  # one program for all prompts
-    first = int(texts.prefill().tokens[0, 0])
-    more = texts.fetch(texts.decode(4))
-    answer = [first, *map(int, more.tokens[0, :4])]
-    texts.record(answer)
-    longer = [*prompt, *answer, 3, 4, 5]
-    assert texts.resume(longer, 40)
-    expected = Batch(recurrent, [longer], [40], chunk=16).prefill().tokens
-    assert texts.prefill().tokens.tolist() == expected.tolist()
-    assert not texts.resume([*prompt[:4], 1, 2, 3], 40)  # tokens would have to be forgotten
+    request, prompt = Request(recurrent, None, 5, None, (), None, {}), [*map(int, prompts_of(9)[0])]
+    of = lambda ids: Prompt(ids, None, False)
+    options = {"chunk": 16, "cache_dtype": None, "together": Lockstep("stream", ())}
+    scheduler = scheduler_for(request, [of(prompt)], 1, longest=64, **options)
+
+    def answer(ids, after):
+        """The text that begins with these tokens, and how many of them were read."""
+        text = running_text(request, of(ids), None, 0, is_lazy=True, after=after)
+        before = scheduler.read_count
+        scheduler.add(text)
+        while text.stage is not Stage.ENDED:
+            scheduler.step()
+            list(text.pieces())
+        assert text.tokens == [*ids, *greedy(recurrent, [ids], 5)[0]]
+        return text, scheduler.read_count - before
+
+    first, _ = answer(prompt, None)
+    second, read = answer([*first.tokens, 3, 4, 5], first)
+    assert read == 4  # the last token of the answer has not been read
+    _, read = answer([*prompt[:4], 1, 2, 3], second)
+    assert read == 7  # tokens would have to be forgotten
 
 
 def test_rewinding_a_recurrent_state(recurrent):

@@ -56,7 +56,7 @@ def test_a_small_model_on_fake_devices(small, capsys, tmp_path):
     assert list(found) == [
         f"cpu:8 {name} config data=2,model=2 B=2 {sizes} float32"
         for name, sizes in (
-            ("decode", "S=64"), ("prefill", "T=16 S=64"), ("engine", "S=64"), ("call", "T=16")
+            ("decode", "S=64"), ("read", "T=16 S=64"), ("read_tokens", "T=16 S=64"), ("call", "T=16")
         )
     ]  # fmt: skip
     assert len(list(tmp_path.glob("*.hlo"))) == 4

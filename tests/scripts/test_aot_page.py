@@ -11,7 +11,7 @@ h200:8 decode llama70x2 model=8 B=1 S=2048 FP8
 v5p:2x2x2 decode qwen235x2 expert=8 B=64 S=2048 GPTQ
   failed       RESOURCE_EXHAUSTED
 
-h200:8 prefill llama70x2 model=8 B=4 T=512 S=2048 FP8
+h200:8 read llama70x2 model=8 B=4 T=512 S=2048 FP8
   reads        1.00 MiB, 9.00 x need
 """
 

@@ -34,6 +34,19 @@ def compiled_count(*programs: Any) -> int:
     return sum(program._cache_size() for program in programs)
 
 
+def table_widths(pages: int) -> list[int]:
+    """The sizes of tables for texts of up to so many pages.
+
+    Example:
+        >>> table_widths(128), table_widths(129)
+        ([8, 32, 128], [8, 32, 128, 512])
+    """
+    found = [_LEAST_PAGES]
+    while found[-1] < pages:
+        found.append(4 * found[-1])
+    return found
+
+
 class Calls:
     """Calls of programs, which change the memory of texts.
 
@@ -104,9 +117,7 @@ class Calls:
             gathers: whether a program copies all pages that the table has room for, on any platform. Where a kernel
                 reads the pages of a text alone, the longest texts decide on one size.
         """
-        found = [_LEAST_PAGES]
-        while found[-1] < self.memory.needed(self._longest):
-            found.append(4 * found[-1])
+        found = table_widths(self.memory.needed(self._longest))
         if not self.is_ragged or gathers:
             return found
         return [width for width in found if width >= min(found[-1], _ENOUGH_PAGES)]

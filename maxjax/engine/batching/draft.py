@@ -16,9 +16,10 @@ import numpy as np
 from ...errors import UserInputError, shown
 from ...progress import compiling
 from ..bucket import bucket
-from ..generate.batch import check_model
-from ..generate.programs import DispatchTokens, shardings_on_mesh
+from ..generate.checks import check_model
+from ..shardings import shardings_on_mesh
 from .calls import Calls, compiled_count, is_on_cpu
+from .dispatch import DispatchTokens
 from .memory import is_recurrent
 from .pages import Key
 from .programs import (

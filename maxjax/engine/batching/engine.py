@@ -20,7 +20,7 @@ from ...lora.side_by_side import updates_of
 from ...models.weights import named_dtype, shardings_of
 from ...rendering.row import bytes_text
 from ...storage.safetensors.writer import size_in_bytes
-from ..generate.batch import check_chunk, check_model
+from ..generate.checks import check_chunk, check_model
 from ..generate.request import Prompt, Request
 from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..generate.programs import MAX_STEPS
+from .dispatch import MAX_STEPS
 from .running import RunningText
 from .speculation import GuessCounts, Guesses, Rates, Speculation, chain, most_guesses
 

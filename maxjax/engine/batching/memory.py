@@ -18,9 +18,9 @@ from ...graph.placement.specs import mesh_of
 from ...kernels.tpu import paged_decode
 from ...nn.kv_cache.kinds import States
 from ..bucket import bucket
-from ..generate.programs import shardings_on_mesh
 from ..sampling.rows import Words
 from ..sampling.sequences import Sequences
+from ..shardings import shardings_on_mesh
 from .pages import Key, Pages
 from .programs import EngineMemory, moved, resized_words, start_words
 from .running import RunningText

@@ -17,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...graph.placement.arrays import on_mesh
+from ...kernels import explicit
 from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer.observe.loops import zeros
 from ...nn.layer.observe.programs import is_observed, tapped
 from ..bucket import bucket
-from ..generate.programs import MAX_STEPS, DispatchTokens, Shardings, replicated, resharded
 from ..sampling.draw import Sampled
 from ..sampling.rows import RowSettings, Words, sample_rows
 from ..sampling.settings import GREEDY
+from ..shardings import Shardings, replicated, resharded
 from ..token_losses import losses_of_logits
+from .dispatch import MAX_STEPS, DispatchTokens
 from .grammar import mask_words
 from .running import RunningText
 
@@ -398,7 +400,8 @@ def sampled(
     words: Words | None, how: Choosing, shardings: Shardings,
 ) -> Sampled:  # fmt: skip
     """Samples the token after ``last``, which is at position ``lengths - 1`` of each text."""
-    logits = replicated(logits, shardings)
+    if explicit.mesh_of(logits) is not None:
+        logits = replicated(logits, shardings)
     if how.processor is not None:
         logits = how.processor(logits, last, lengths)
     found = sample_rows(

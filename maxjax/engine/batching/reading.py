@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from ..bucket import bucket
-from ..generate.programs import DispatchTokens
 from ..token_losses import TokenLosses, chunk_of
 from .calls import Calls
+from .dispatch import DispatchTokens
 from .programs import LEAST_TOKENS, joined_tokens, read, read_scored, read_tokens
 from .running import RunningText, Stage
 

@@ -34,7 +34,6 @@ import numpy as np
 from ...errors import UserInputError
 from ...nn.random_key import checked_key
 from ..generate.completion import PartialCompletion, token_logprobs
-from ..generate.programs import DispatchTokens
 from ..generate.request import Prompt, Request
 from ..isolation import isolated
 from ..sampling.penalties import check_tokens
@@ -43,6 +42,7 @@ from ..sampling.sequences import Sequences, sequences_of
 from ..sampling.settings import Sampling
 from ..token_losses import TokenLosses
 from .adapters import LoadedAdapter
+from .dispatch import DispatchTokens
 from .grammar import Matcher
 from .pages import Key
 

@@ -18,12 +18,12 @@ from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...lora.side_by_side import Updates
 from ...models.parts.rotary import reading_length, same_until
-from ..generate.programs import MAX_STEPS, DispatchTokens
 from ..isolation import isolated
 from ..sampling.draw import Sampled
 from ..sampling.rows import MOST_LOGPROBS
 from .adapters import Adapters, LoadedAdapter
 from .calls import Calls, compiled_count
+from .dispatch import MAX_STEPS, DispatchTokens
 from .draft import Drafts
 from .lookup import Lookups
 from .memory import TextMemory, in_groups

@@ -27,8 +27,9 @@ import numpy as np
 
 from ...nn.kv_cache.pages import PagedCache
 from ...nn.layer.observe.programs import tapped
-from ..generate.programs import DispatchTokens, Shardings
 from ..sampling.draw import Sampled
+from ..shardings import Shardings
+from .dispatch import DispatchTokens
 from .programs import Choosing, EngineMemory, TextRows, added, placed, sampled
 from .running import RunningText
 

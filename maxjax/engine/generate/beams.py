@@ -28,18 +28,27 @@ from ...models.weights import named_dtype
 from ...nn.kv_cache.cache import KVCache
 from ...nn.layer.observe.programs import ProgramObserver
 from ...progress import compiling
+from ..batching.dispatch import DispatchTokens
 from ..batching.running import bias_of
 from ..bucket import bucket
 from ..isolation import isolated
 from ..sampling.draw import Sampled, largest
 from ..sampling.rows import RowSettings, Words, adjusted_rows, uses_order, uses_words
 from ..sampling.sequences import sequences_of
-from .batch import MIN_PREFILL, check_chunk, sharding_of_inputs, slice_of
+from ..shardings import (
+    Shardings,
+    replicated,
+    resharded,
+    sharding_of_inputs,
+    shardings_on_mesh,
+)
+from .checks import check_chunk
 from .completion import Completion
 from .defaults import GenerationDefaults, check_beams
-from .programs import DispatchTokens, Shardings, replicated, resharded, shardings_on_mesh
 from .request import Prompt, Request
 
+# The smallest number of tokens that a program of reading is for.
+_LEAST_TOKENS = 16
 # What stands for "not at all" in scores, as in transformers.
 _NEVER = np.float32(-1e9)
 
@@ -251,8 +260,8 @@ class _Search:
         longest, start = max(map(len, prompts)), 0
         logits: Any = None
         while start < longest:
-            width = min(self._chunk, bucket(longest - start, MIN_PREFILL))
-            ids, counts = slice_of(prompts, start, width)
+            width = min(self._chunk, bucket(longest - start, _LEAST_TOKENS))
+            ids, counts = _slice_of(prompts, start, width)
             with compiling("beam search"):
                 cache, new = read(model, cache, self._put(ids), self._put(counts))
             ends = np.asarray([start < len(prompt) <= start + width for prompt in prompts])
@@ -268,6 +277,18 @@ class _Search:
         self._shardings = shardings_on_mesh(wide)
         del wide
         return spread(cache, logits, self._put(rows), shardings=self._shardings)
+
+
+def _slice_of(
+    prompts: Sequence[Sequence[int]], start: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens ``start`` to ``start + width`` of each prompt, zero-padded, and the count of each row."""
+    part = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(part, prompts, strict=True):
+        piece = prompt[start : start + width]
+        row[: len(piece)] = piece
+    counts = [max(0, min(len(prompt) - start, width)) for prompt in prompts]
+    return part, np.asarray(counts, np.int32)
 
 
 # --- on the devices -------------------------------------------------------------------------------

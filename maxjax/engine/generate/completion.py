@@ -14,7 +14,7 @@ from ...rendering.transcript import paragraph
 from ...text.formats import MARKS
 from ...text.reasoning import Parts, parts_of
 from ...text.stream import StopStrings, TextStream
-from .programs import DispatchTokens
+from ..batching.dispatch import DispatchTokens
 
 
 class TokenLogprob(NamedTuple):

@@ -25,8 +25,6 @@ from ..batching.running import RunningText
 from ..batching.scheduler import Scheduler
 from ..isolation import isolated
 from ..sampling.settings import Sampling
-from .batch import Batch
-from .batches import BatchStream
 from .completion import Completion, PartialCompletion
 from .request import Prompt, Request
 from .stream import STREAM_S, Stream, checked_guesses, scheduler_for
@@ -101,7 +99,6 @@ class Conversation(Rendered):
         # The cache of the turns before, and the last text in it.
         self._scheduler: Scheduler | None = None
         self._last: RunningText | None = None
-        self._batch: Batch | None = None
         self._lock = threading.RLock()
         self._current_stream: Callable[[], Stream | None] = lambda: None
         self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
@@ -148,8 +145,6 @@ class Conversation(Rendered):
                 together, [prompt.ids], key, chunk=self._chunk, cache_dtype=self._cache_dtype
             )
             self._turns += 1
-            if not self._request.model.shares_pages():
-                return self._over_batch(message, prompt, key, together)
             scheduler, self._scheduler = self._scheduler, None
             before, self._last = self._last, None
             if scheduler is None:
@@ -182,32 +177,6 @@ class Conversation(Rendered):
                 self.completion, self._request.tokenizer, **self._request.template_kwargs
             )
             self.messages += [*message, answer]
-
-    def _over_batch(
-        self, message: list[dict[str, Any]], prompt: Prompt, key: Any, together: Lockstep
-    ) -> Stream:
-        batch = self._batch_for(prompt.ids, key, together)
-
-        def ended(partial: PartialCompletion, clean: bool) -> None:
-            self._take(message, partial)
-            if clean:
-                batch.record(partial.tokens)
-                self._batch = batch
-            else:
-                batch.close()
-
-        stream = BatchStream(self._request, batch, prompt, ended)
-        self._current_stream = weakref.ref(stream)
-        return stream
-
-    def _batch_for(self, prompt: list[int], key: Any, together: Lockstep) -> Batch:
-        """The batch of the turn before, if its cache has the beginning of the prompt, or a new one."""
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            batch.together = together
-            if batch.resume(prompt, self._request.limit(prompt), key):
-                return batch
-        return self._request.batch(prompt, key, self._chunk, self._cache_dtype, together)
 
     def make_room(self, text: str, tokens: int | None = None) -> int:
         """Drops the oldest turns from the prompt until ``text`` and an answer to it fit.
@@ -256,7 +225,7 @@ class Conversation(Rendered):
     def reset(self) -> None:
         """Starts the chat again with the messages that it was made with."""
         self._interrupt()
-        self.messages, self._batch, self._left_out = list(self._opening), None, None
+        self.messages, self._left_out = list(self._opening), None
         self._scheduler = self._last = None
         self.completion = None
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...errors import UnsupportedModelError, UserInputError
 from ...nn.layer import layer_hook
 from ..isolation import isolated
-from .batch import check_model
+from .checks import check_model
 
 
 @isolated()

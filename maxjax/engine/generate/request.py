@@ -21,7 +21,7 @@ from ..sampling.penalties import check_tokens
 from ..sampling.sequences import check_sequences
 from ..sampling.settings import Sampling, eos_token_ids
 from ..sampling.texts import resolved
-from .batch import Batch, check_model
+from .checks import check_model
 from .completion import PartialCompletion
 from .defaults import GenerationDefaults, check_stops, chosen_sampling
 
@@ -180,20 +180,6 @@ class Request:
             self.tokenizer, prompt.ids, self.eos_ids, self.stops, prompt_text=prompt.text,
             continues=continues, skip_special=self._skip_special, shows_marks=self._shows_marks,
             logprobs=self.sampling.logprobs,
-        )  # fmt: skip
-
-    def batch(
-        self,
-        prompt: Sequence[int],
-        key: Any,
-        chunk: int,
-        cache_dtype: Any,
-        together: Lockstep | None = None,
-    ) -> Batch:
-        return Batch(
-            self.model, [prompt], [self.limit(prompt)], sampling=self.sampling,
-            eos_ids=self.eos_ids, key=key, chunk=chunk, cache_dtype=cache_dtype,
-            together=together,
         )  # fmt: skip
 
     def agree(

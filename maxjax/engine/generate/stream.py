@@ -10,15 +10,15 @@ from typing import Any
 from ...errors import UserInputError
 from ...lockstep import Lockstep
 from ...models.weights import named_dtype
+from ..batching.dispatch import DispatchTokens
 from ..batching.draft import check_speculation
 from ..batching.memory import in_groups, page_size_of
 from ..batching.running import RunningText, Stage, running_text
 from ..batching.scheduler import EndedByOthers, Scheduler
 from ..bucket import bucket
 from ..sampling.rows import MOST_LOGPROBS, uses_order
-from .batch import check_chunk
+from .checks import check_chunk
 from .completion import Completion
-from .programs import DispatchTokens
 from .request import Prompt, Request
 
 # Tokens of an answer for which a cache has room at first; it grows when a text needs more.
@@ -80,10 +80,6 @@ def checked_guesses(
         return {}
     if together.is_shared:
         raise UserInputError("speculation is not supported for a model of several processes")
-    if not model.shares_pages():
-        raise UserInputError(
-            "speculation is not supported by generate, stream and Conversation on these devices: use maxjax.Engine"
-        )
     return {"speculation": speculation, "draft": draft}
 
 

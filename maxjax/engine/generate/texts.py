@@ -17,7 +17,6 @@ from ...text.tokenizer.arguments import check_is_tokenizer
 from ..batching.running import RunningText, running_text
 from ..bucket import bucket
 from ..sampling.settings import Sampling
-from .batches import BatchStream, in_batches
 from .beams import BeamSettings, beam_answers
 from .completion import Completion
 from .defaults import GenerationDefaults
@@ -226,10 +225,8 @@ def _answers(
             raise beams.refused("speculation is not supported for beam search")
         if beams is not None:
             answers = beam_answers(request, read, beams, count, together, **options)
-        elif model.shares_pages():
-            answers = _as_slots_are_free(request, several, together, key, guesses, **options)
         else:
-            answers = in_batches(request, several, together, key=key, **options)
+            answers = _as_slots_are_free(request, several, together, key, guesses, **options)
         with _progress_of(len(several)) as shown, contextlib.closing(answers):
             for i, text in answers:
                 shown.add(1)
@@ -323,9 +320,6 @@ def stream_answer(
     request: Request, prompt: Prompt, key: Any, chunk: int, cache_dtype: Any, together: Lockstep, **guesses: Any
 ) -> Stream:  # fmt: skip
     """The stream of a request that is checked, with a cache of its own; ``guesses`` are those of ``scheduler_for``."""
-    if not request.model.shares_pages():
-        batch = request.batch(prompt.ids, key, chunk, cache_dtype, together)
-        return BatchStream(request, batch, prompt)
     options = {"chunk": chunk, "cache_dtype": cache_dtype, "together": together}
     scheduler = scheduler_for(request, [prompt], 1, **options, **guesses, dispatch_s=STREAM_S)
     return Stream(scheduler, request, prompt, key)

@@ -1,7 +1,7 @@
 """The programs of a decoder, compiled for devices that this process need not have.
 
-The programs are those that ``maxjax.generate`` runs, ``decode`` and ``prefill``, and a plain call of
-the model. No weight has a value: arguments are placeholders with the shardings of the real ones.
+The programs are those that ``maxjax.generate`` runs (``engine/batching/programs.py``), and a plain call of the
+model. No weight has a value: arguments are placeholders with the shardings of the real ones.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ...errors import UserInputError
 from ...graph.placement.mesh import make_mesh
+from ...nn.kv_cache.pages import PagePool
+from ..batching.calls import table_widths
+from ..batching.memory import in_groups, page_size_of
+from ..batching.programs import Choosing, EngineMemory, TextRows, decode, read, read_tokens
 from ..bucket import bucket
-from ..generate.programs import BatchState, SamplerArgs, decode, prefill
-from ..sampling.draw import Sampled
-from ..sampling.settings import GREEDY, Amounts
+from ..shardings import shardings_on_mesh
 from .footprint import Footprint
 from .options import PlanRequest
 from .topology import Topology
 
 CHUNK = 512
-"""The tokens of a prompt that one run of ``prefill`` takes, as ``maxjax.generate`` has it by default."""
+"""The tokens of prompts that one run of ``read`` takes, as ``maxjax.generate`` has it by default."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class ProgramMemory:
     """The memory that a compiled program takes on each device.
 
     Attributes:
-        program: ``"decode"``, ``"prefill"`` or ``"call"``.
+        program: ``"decode"``, ``"read"``, ``"read_tokens"`` or ``"call"``.
         arguments: bytes of weights, cache and other arguments.
         temporaries: bytes of temporary buffers while it runs.
         results: bytes of results that do not alias a donated argument.
@@ -74,18 +76,11 @@ def placeholder_of(model: Any, mesh: Mesh, rules: Mapping[str, Any] | None = Non
     return jax.eval_shape(lambda model: model, model).to(mesh, rules=rules)
 
 
-def abstract_state(
-    model: Any, mesh: Mesh, batch: int, capacity: int, cache_dtype: Any = None
-) -> BatchState:
-    """The state of a batch of ``maxjax.generate``, of placeholders, for greedy sampling."""
-    home = NamedSharding(mesh, PartitionSpec())
-    rows = lambda kind: _placeholder((batch,), kind, home)
-    return BatchState(
-        cache=model.cache(batch, capacity, cache_dtype, abstract=True),
-        last=rows(np.int32), done=rows(bool), bad=rows(bool), prompts=rows(np.int32),
-        limits=rows(np.int32), rows=rows(np.int32), first=Sampled(rows(np.int32), rows(bool)),
-        history=None,
-    )  # fmt: skip
+def abstract_pool(model: Any, batch: int, length: int, cache_dtype: Any = None) -> PagePool:
+    """The pool of pages of ``maxjax.generate`` for so many texts of up to ``length`` tokens, of placeholders."""
+    slots, _ = in_groups(model, batch)
+    size = page_size_of(model)
+    return model.page_pool(slots * -(-length // size), size, slots, cache_dtype, abstract=True)
 
 
 def lowered(
@@ -101,11 +96,11 @@ def lowered(
     """A program of a model of placeholders, lowered for the mesh that it is on.
 
     Args:
-        program: ``"decode"``, ``"prefill"`` or ``"call"``.
+        program: ``"decode"``, ``"read"``, ``"read_tokens"`` or ``"call"``.
         model: a decoder on ``mesh``, as :func:`placeholder_of` makes it.
         mesh: the mesh.
-        batch, capacity: number of sequences, and of slots of the cache for each; a call has none.
-        tokens: tokens of each sequence in one ``prefill`` or call.
+        batch, capacity: number of texts, and largest number of tokens of each; a call has no cache.
+        tokens: tokens of each text in one ``read`` or call, of all texts in one ``read_tokens``.
         cache_dtype: dtype of the cache; the model's by default.
 
     Returns:
@@ -117,29 +112,30 @@ def lowered(
         >>> mesh = maxjax.make_mesh(model=1)
         >>> model = placeholder_of(Llama(LlamaConfig(100, 8, 16, num_hidden_layers=2, num_attention_heads=2)), mesh)
         >>> text = lowered("decode", model, mesh, batch=3, capacity=64).as_text()
-        >>> "tensor<2x3x2x64x4xf32>" in text  # the keys: layers, batch, heads, slots, width
+        >>> "tensor<2x3x2x64x4xf32>" in text  # the keys: layers, pages, heads, tokens of a page, width
         True
     """
-    home = NamedSharding(mesh, PartitionSpec())
-    of = _placeholder
     if program == "call":
-        ids = of((batch, tokens), np.int32, home)
+        ids = jax.ShapeDtypeStruct(
+            (batch, tokens), np.int32, sharding=NamedSharding(mesh, PartitionSpec())
+        )
         return jax.jit(lambda model, ids: model(ids)).lower(model, ids)
-    state = abstract_state(model, mesh, batch, capacity, cache_dtype)
-    amounts = Amounts(*(of((), np.float32, home) for _ in GREEDY.amounts))
-    sampler = SamplerArgs(of((8,), np.int32, home), None, amounts)
-    shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
-    settings = GREEDY.kind
+    pool = abstract_pool(model, batch, capacity, cache_dtype)
+    slots, groups = in_groups(model, batch)
+    rows = groups if program == "read" else slots
+    texts = TextRows.of(
+        [None] * rows, table_widths(-(-capacity // page_size_of(model)))[-1], slots,
+        vocab_size=model.config.vocab_size, has_lengths=bool(model.config.ropes_by_length),
+    )  # fmt: skip
+    how = {"how": Choosing(None, draws=False), "shardings": shardings_on_mesh(pool)}
+    memory, each, zero = EngineMemory(pool, None), np.zeros(rows, np.int32), np.int32(0)
     if program == "decode":
-        steps = of((), np.int32, home)
-        return decode.lower(model, state, steps, sampler, settings=settings, shardings=shardings)
-    # Prompts come from the host.
-    ids, counts = of((batch, tokens), np.int32, None), of((batch,), np.int32, None)
-    return prefill.lower(model, state, ids, counts, sampler, settings=settings, shardings=shardings)
-
-
-def _placeholder(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return decode.lower(model, memory, texts, each, each > 0, zero, zero, **how)
+    if program == "read":
+        ids = np.zeros((rows, tokens), np.int32)
+        return read.lower(model, memory, texts, ids, each, **how)
+    ids = np.zeros(tokens, np.int32)
+    return read_tokens.lower(model, memory, texts, ids, ids, ids, each, **how)
 
 
 def memory_of(program: str, executable: Any, seconds: float = 0.0) -> ProgramMemory:
@@ -180,7 +176,7 @@ def compiled_memory(
 
 
 class Programs:
-    """The programs ``decode`` and ``prefill`` of a plan, compiled for a topology; none without one.
+    """The programs ``decode`` and ``read`` of a plan, compiled for a topology; none without one.
 
     Args:
         source: the model.
@@ -220,7 +216,7 @@ class Programs:
         if request.batch is None or request.length is None:
             raise UserInputError("the size of the KV cache is not known: nothing can be compiled")
         self.found = tuple(
-            self._measured(name, request.batch, request.length) for name in ("decode", "prefill")
+            self._measured(name, request.batch, request.length) for name in ("decode", "read")
         )
 
     def _measured(self, program: str, batch: int, length: int) -> ProgramMemory:

@@ -23,7 +23,7 @@ from ...errors import (
     UserInputError,
 )
 from ...graph.placement.mesh import axis_of, check_mesh
-from ...graph.placement.specs import BATCH, batch_axes, by_pattern, mesh_of, place
+from ...graph.placement.specs import batch_axes, by_pattern, mesh_of, place
 from ...graph.placement.split import Placed
 from ...graph.quantization import QuantizationEncoding
 from ...graph.weights import FileWeights, GGUFWeights
@@ -37,6 +37,9 @@ from ...nn.kv_cache.kinds import KeysValues, LatentVectors
 from ...nn.kv_cache.layout import cache_layout
 from ...nn.layer.place import UNKNOWN_SIZES, plan_places
 from ...nn.layer.walk import Walk
+
+# The number of tokens of a page, of which that on TPUs is a multiple.
+_PAGE_SIZE = 64
 
 
 class TensorGroup(NamedTuple):
@@ -408,39 +411,55 @@ def _attention_from_config(config: Any, who: str) -> list[names.Heads | names.Fi
 
 
 def cache_bytes(
-    layers: Sequence[names.Heads | names.Fixed], batch: int, length: int, dtype: DType, mesh: Any
-) -> tuple[int, list[str]]:
+    layers: Sequence[names.Heads | names.Fixed], batch: int, length: int, dtype: DType, mesh: Any,
+    *, reads: bool = False,
+) -> tuple[int, list[str]]:  # fmt: skip
     """Bytes of the KV cache on one device, and notes on sizes that the axes of a mesh do not divide.
+
+    Pages hold all tokens of a text, also in layers with windows. What they have room for beyond ``length`` is not
+    counted.
+
+    Args:
+        reads: whether to count what a decode step reads of it instead: of windows these tokens alone.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
         >>> cache_bytes([names.Heads(3, 8, 8, 64, 64)], 2, 10, DType.bfloat16, mesh)
         (15360, [])
         >>> heads = [names.Heads(1, 8, 8, 64, 64), names.Heads(2, 8, 8, 64, 64, window=4)]
-        >>> cache_bytes(heads, 2, 10, DType.int8, mesh)
-        (4896, [])
+        >>> [cache_bytes(heads, 2, 10, DType.int8, mesh, reads=reads)[0] for reads in (False, True)]
+        [8160, 4896]
     """
-    total, notes = 0, []
-    for kind in BATCH:
-        axis = mesh and axis_of(mesh, kind)
-        if axis and axis not in batch_axes(mesh, batch):
-            notes.append(f"the KV cache: a batch of {batch} does not divide by {axis}="
-                         f"{mesh.shape[axis]}, so the cache is replicated along it")  # fmt: skip
+    total, notes, over = 0, [], () if mesh is None else batch_axes(mesh, 0)
+    if batch == 1:
+        notes += [f"the KV cache: one sequence does not divide by {axis}={mesh.shape[axis]}, so the cache is "
+                  "replicated along it" for axis in over if mesh.shape[axis] > 1]  # fmt: skip
+    elif batch % (parts := parts_over(mesh, over) if over else 1):
+        batch += -batch % parts
+        notes.append(
+            f"the KV cache: {parts} groups of devices divide the sequences, so it has room for {batch:,}"
+        )
     for one in layers:
         if isinstance(one, names.Fixed):
             total += _fixed_bytes(one, batch, mesh)
             continue
         count, heads, kv_heads, key, value = (size or 0 for size in one[:5])
-        slots = min(length, one.window or length)
-        kept = count * batch * kv_heads * slots
+        tokens = min(length, one.window or length) if reads else length
+        kept = count * batch * kv_heads * tokens
         if mesh is not None and kept:
             layout = cache_layout(mesh, batch, heads or kv_heads, kv_heads)
-            # Slots that do not divide are rounded up.
-            kept = kept // slots * -(-slots // layout.slots) // (layout.parts // layout.slots)
+            parts, what = parts_over(mesh, layout.batch), "each device has all of them"
+            if layout.group == 1 or _PAGE_SIZE % layout.group == 0:
+                parts *= layout.heads
+                kept = (
+                    kept // tokens * -(-tokens // layout.group)
+                )  # those that do not divide are rounded up
+                what = f"the tokens of each page are split over {layout.group} devices as well"
             if layout.group > 1:
-                what = "sequences" if layout.rows > 1 else "slots"
-                notes.append(f"the KV cache: {kv_heads} KV heads do not divide by {layout.sizes}, so "
-                             f"the {what} are split over {layout.group} devices as well")  # fmt: skip
+                notes.append(
+                    f"the KV cache: {kv_heads} KV heads do not divide by {layout.sizes}, so {what}"
+                )
+            kept //= parts
         total += kept * (key + value) * dtype.size_in_bits // 8
         if (
             dtype == DType.int8

@@ -145,7 +145,7 @@ def _choice(
     cached, notes = cache_of(source, groups, mesh, request)
     held = sum(len(one.names) * one.nbytes_per_device for one in groups)
     read, collectives, sent = _traffic(source, groups, mesh, request.batch or 1)
-    read += cached
+    read += cache_of(source, groups, mesh, request, reads=True)[0]
     seconds = None
     if kind.bandwidth:
         seconds = read / kind.bandwidth + sent / kind.link + collectives * LATENCY
@@ -245,9 +245,9 @@ def problem(weights: int, cached: int, temporaries: int, hbm: int) -> str:
 
 
 def cache_of(
-    source: Footprint, groups: list[TensorGroup], mesh: Any, request: PlanRequest
-) -> tuple[int, list[str]]:
-    """Bytes of the KV cache on a device, and notes."""
+    source: Footprint, groups: list[TensorGroup], mesh: Any, request: PlanRequest, *, reads: bool = False
+) -> tuple[int, list[str]]:  # fmt: skip
+    """Bytes of the KV cache on a device, or those that a decode step reads of it, and notes."""
     if request.batch is None or request.length is None:
         return 0, []
     if source.encoder:
@@ -259,7 +259,8 @@ def cache_of(
             if one.dtype.is_float() and one.dtype.size_in_bits >= 16:
                 sizes[one.dtype] = sizes.get(one.dtype, 0) + len(one.names) * one.nbytes
         dtype = max(sizes, key=lambda dtype: sizes[dtype])
-    return cache_bytes(source.attention(), request.batch, request.length, dtype, mesh)
+    attention = source.attention()
+    return cache_bytes(attention, request.batch, request.length, dtype, mesh, reads=reads)
 
 
 def suggest(source: Footprint, mesh: Any, request: PlanRequest, hbm: int) -> Suggestion | None:

@@ -97,7 +97,7 @@ class Plan(Rendered):
         notes: further remarks.
         device: the name of the topology that was planned for, or None.
         why: which part is too large, if the model does not fit; else "".
-        programs: memory of the compiled programs ``decode`` and ``prefill``, if compiled.
+        programs: memory of the compiled programs ``decode`` and ``read``, if compiled.
         max_batch, max_length: the largest batch of the planned length, and the longest context of
             the planned batch, that fit; None if that is not known.
         meshes: all meshes of the named device, the best first.

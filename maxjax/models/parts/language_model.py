@@ -284,14 +284,6 @@ class LanguageModel(Scored, PretrainedModel):
                 "so much free: make it smaller"
             ) from error
 
-    def shares_pages(self) -> bool:
-        """Whether a pool of pages serves as well as a cache with slots of each sequence.
-
-        So far it is used on CPUs: not every kernel of GPUs and TPUs takes a table of pages.
-        """
-        mesh = mesh_of([self._sharding])
-        return platform_of(mesh or self._sharding) == "cpu"
-
     def row_parts(self, rows: int) -> int:
         """The number of parts into which the mesh splits ``rows`` sequences; each has its part of a pool of pages."""
         mesh = mesh_of([self._sharding])

@@ -1,4 +1,4 @@
-"""The Engine gives each family's texts what a batch gives them: every kind of attention, cache and recurrence."""
+"""The Engine gives each family's texts what a plain loop gives them: every kind of attention, cache and recurrence."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 import maxjax
 from maxjax.lora.targets import targets
-from tests.models.decoders import ids_of
+from tests.models.decoders import greedy, ids_of
 from tests.models.families.cases import every, first_of_each_family
 
 # One of each kind of layers.
@@ -21,14 +21,13 @@ CASES = [param.values[0] for param in first_of_each_family(every()) if not param
         for case in CASES
     ],
 )
-def test_texts(case, tmp_path, monkeypatch):
+def test_texts(case, tmp_path):
     case.model(tmp_path)
     model, _ = maxjax.load(tmp_path)
     prompts = [(ids_of(1, n, n)[0] % model.config.vocab_size).tolist() for n in (21, 3, 70, 9)]
     prompts = [ids for ids in prompts if len(ids) + 14 < model.max_length]
     options = {"max_new_tokens": 12, "eos_ids": ()}
-    monkeypatch.setattr(type(model), "shares_pages", lambda self: False)
-    expected = [text.tokens for text in maxjax.generate(model, None, prompts, **options)]
+    expected = list(map(tuple, greedy(model, prompts, 12).tolist()))
     with maxjax.Engine(model, None, slots=2, chunk=32) as engine:
         answers = [engine.submit(ids, **options) for ids in prompts]
         assert [answer.result().tokens for answer in answers] == expected

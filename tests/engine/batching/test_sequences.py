@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine.generate.batch import Batch
 from maxjax.engine.generate.defaults import read_defaults
 from maxjax.engine.sampling.settings import Sampling
 from maxjax.engine.sampling.texts import resolved
@@ -204,11 +203,6 @@ def test_refused(model, settings, message):
             engine.submit([1], **settings)
     with pytest.raises(UserInputError, match=message):
         maxjax.generate(model, None, [1], **settings)
-
-
-def test_where_texts_do_not_share_pages_it_says_so(model):
-    with pytest.raises(UserInputError, match="bad_words is not supported by this function where"):
-        Batch(model, [[1]], [5], sampling=Sampling(bad_words=[[1, 2]]))
 
 
 # --- files ----------------------------------------------------------------------------------------

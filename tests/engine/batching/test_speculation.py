@@ -298,13 +298,9 @@ def test_generate_stream_and_conversation(model, how, monkeypatch):
     assert calls
 
 
-def test_refused_by_generate(model, draft, monkeypatch):
+def test_refused_by_generate(model):
     with pytest.raises(UserInputError, match="beam search"):
         maxjax.generate(model, None, [1, 2], num_beams=2, speculation="lookup")
-    monkeypatch.setattr(type(model), "shares_pages", lambda self: False)
-    for function in (maxjax.generate, maxjax.stream):
-        with pytest.raises(UserInputError, match="Engine"):
-            function(model, None, [1, 2], draft=draft)
 
 
 def test_turned_off_where_it_does_not_pay(model, monkeypatch):

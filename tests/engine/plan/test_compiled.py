@@ -3,21 +3,24 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine.generate.batch import Batch
-from maxjax.engine.generate.programs import decode
+from maxjax.engine.generate.request import Prompt, Request
+from maxjax.engine.generate.stream import scheduler_for
 from maxjax.engine.plan import compiled
 from maxjax.engine.plan.compiled import (
     ProgramMemory,
-    abstract_state,
+    abstract_pool,
     compiled_memory,
     placeholder_of,
 )
 from maxjax.engine.plan.report import plan
 from maxjax.errors import UserInputError
+from maxjax.lockstep import Lockstep
 from maxjax.models import BertConfig, BertModel, Llama, LlamaConfig
+from maxjax.nn.layer.observe.programs import ProgramObserver
 from scripts.bench_plan import write_sparse
 from tests.fill import filled
 
@@ -40,34 +43,58 @@ def loaded():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2, "model": 4}], ids=str)
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
-def test_the_state_is_that_of_generate(sizes, cache_dtype):
+def test_the_pool_is_that_of_generate(sizes, cache_dtype):
     mesh = maxjax.make_mesh(**sizes)
     model = filled(llama(max_position_embeddings=256)).to(mesh)
-    batch = Batch(model, [[1, 2], [3]], [64, 64], cache_dtype=cache_dtype)
-    placeholders = abstract_state(placeholder_of(model, mesh), mesh, 2, 64, cache_dtype)
-    assert jax.tree.structure(placeholders) == jax.tree.structure(batch.state)
+    pool = generating(model, [[1, 2], [3]], 62, cache_dtype).memory.arrays.pool
+    placeholders = abstract_pool(placeholder_of(model, mesh), 2, 64, cache_dtype)
+    assert jax.tree.structure(placeholders) == jax.tree.structure(pool)
     for (path, real), one in zip(
-        jax.tree.leaves_with_path(batch.state), jax.tree.leaves(placeholders), strict=True
+        jax.tree.leaves_with_path(pool), jax.tree.leaves(placeholders), strict=True
     ):
         assert (one.shape, one.dtype) == (real.shape, real.dtype), path
         assert one.sharding.is_equivalent_to(real.sharding, real.ndim), path
 
 
-def test_the_memory_is_that_of_the_program_that_runs():
+def generating(model, prompts, new, cache_dtype=None):
+    """The scheduler of ``maxjax.generate`` for some prompts."""
+    request = Request(model, None, new, None, (), None, {})
+    options = {"chunk": 512, "cache_dtype": cache_dtype, "together": Lockstep("generate", ())}
+    return scheduler_for(request, [Prompt(ids, None, False) for ids in prompts], 2, **options)
+
+
+def test_the_memory_is_that_of_the_programs_that_run(monkeypatch):
     mesh = maxjax.make_mesh(model=2)
-    model = filled(llama(max_position_embeddings=256)).to(mesh)
-    found = plan(model, mesh, batch=2, length=64, compile="cpu:8")
-    batch = Batch(model, [[1, 2], [3]], [64, 64])
-    real = decode.lower(
-        model, batch.state, batch._put(1), batch._sampler,
-        settings=batch._kind, shardings=batch._shardings,
-    ).compile().memory_analysis()  # fmt: skip
-    decoding, prefilling = found.programs
-    assert (decoding.program, prefilling.program) == ("decode", "prefill")
-    assert decoding.temporaries == real.temp_size_in_bytes
-    assert decoding.arguments == real.argument_size_in_bytes
-    held = found.bytes_per_device + found.cache_bytes_per_device
-    assert held <= decoding.arguments <= held + 1024
+    model = filled(llama(max_position_embeddings=4096)).to(mesh)
+    length = 2560  # more than is read as tokens of several texts
+    found = plan(model, mesh, batch=2, length=length, compile="cpu:8")
+    ran = {}
+    run = ProgramObserver.run
+
+    def noted(self, together, program, *args, rows, counts, width, keeps=True, **static):
+        if args[2].shape[-1] in (2, 512):  # the largest of its kind
+            ran[program.__name__] = program.lower(self._model, *args, **static)
+        return run(
+            self,
+            together,
+            program,
+            *args,
+            rows=rows,
+            counts=counts,
+            width=width,
+            keeps=keeps,
+            **static,
+        )
+
+    monkeypatch.setattr(ProgramObserver, "run", noted)
+    ids = [[*np.arange(length - 2) % 100, 1], [3]]
+    maxjax.generate(model, None, [[int(i) for i in one] for one in ids], max_new_tokens=8)
+    for one in found.programs:
+        real = ran[one.program].compile().memory_analysis()
+        assert one.temporaries == real.temp_size_in_bytes
+        held = found.bytes_per_device + found.cache_bytes_per_device
+        assert held <= one.arguments <= held + 8192
+    assert [one.program for one in found.programs] == ["decode", "read"]
     assert found.temporaries_per_device == max(
         one.temporaries + one.results for one in found.programs
     )
@@ -174,7 +201,7 @@ def test_what_cannot_be_compiled(loaded, tmp_path):
         plan(tmp_path, compile="cpu:2")
 
 
-def test_a_prefill_takes_no_more_tokens_than_the_context(monkeypatch):
+def test_no_more_tokens_are_read_than_the_context(monkeypatch):
     seen = {}
     monkeypatch.setattr(compiled, "lowered", lambda *_, **options: seen.update(options) or stop())
 
@@ -183,5 +210,5 @@ def test_a_prefill_takes_no_more_tokens_than_the_context(monkeypatch):
 
     for length, tokens in ((8192, 512), (100, 128)):
         with pytest.raises(InterruptedError):
-            compiled_memory("prefill", None, None, batch=1, length=length)
+            compiled_memory("read", None, None, batch=1, length=length)
         assert seen["tokens"] == tokens

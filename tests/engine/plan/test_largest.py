@@ -76,7 +76,7 @@ def temporaries(monkeypatch):
 
         def measured(program, model, mesh, *, batch, length, cache_dtype):
             asked.append((program, batch, length))
-            found = needed(batch, length) if program == "prefill" else 0
+            found = needed(batch, length) if program == "read" else 0
             if found is None:
                 return ProgramMemory(program, refused="too large")
             return ProgramMemory(program, temporaries=found)
@@ -98,8 +98,8 @@ def test_temporaries_are_measured_at_two_sizes(temporaries):
     assert taken(found.max_batch, 64) <= hbm < taken(found.max_batch + 1, 64)
     assert taken(2, found.max_length) <= hbm < taken(2, found.max_length + 1)
     # The planned sizes, both programs; then the one that needs most, once for each question.
-    assert asked[:2] == [("decode", 2, 64), ("prefill", 2, 64)]
-    assert [one[0] for one in asked[2:]] == ["prefill"] * 2
+    assert asked[:2] == [("decode", 2, 64), ("read", 2, 64)]
+    assert [one[0] for one in asked[2:]] == ["read"] * 2
 
 
 def test_without_a_second_size_they_grow_in_proportion(temporaries):
