@@ -430,11 +430,13 @@ def cache_bytes(
         >>> [cache_bytes(heads, 2, 10, DType.int8, mesh, reads=reads)[0] for reads in (False, True)]
         [8160, 4896]
     """
-    total, notes, over = 0, [], () if mesh is None else batch_axes(mesh, 0)
+    total, notes = 0, []
+    sizes = {} if mesh is None else {axis: mesh.shape[axis] for axis in batch_axes(mesh, 0)}
+    parts = math.prod(sizes.values())
     if batch == 1:
-        notes += [f"the KV cache: one sequence does not divide by {axis}={mesh.shape[axis]}, so the cache is "
-                  "replicated along it" for axis in over if mesh.shape[axis] > 1]  # fmt: skip
-    elif batch % (parts := parts_over(mesh, over) if over else 1):
+        notes += [f"the KV cache: one sequence does not divide by {axis}={size}, so the cache is replicated along it"
+                  for axis, size in sizes.items() if size > 1]  # fmt: skip
+    elif batch % parts:
         batch += -batch % parts
         notes.append(
             f"the KV cache: {parts} groups of devices divide the sequences, so it has room for {batch:,}"

@@ -345,9 +345,7 @@ def adjusted_rows(
             values, settings, words, rows, positions,
         )  # fmt: skip
     early = written < settings.min_new_tokens
-    return jax.lax.cond(
-        jnp.any(early), _without_ends, lambda values, *_: values, values, early, settings.ends
-    )
+    return _without_ends(values, early, settings.ends)
 
 
 def _adjusted(
