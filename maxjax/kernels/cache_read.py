@@ -155,6 +155,9 @@ def _shardings(specs: Sequence[Sequence[explicit.Entry]]) -> Any:
     return [[(), (), heads, (), *token], [], [(), ()]], [[(), heads, (), *token]], ()
 
 
+PAGES_NAME = "maxjax_read_pages"
+"""The name, in a jaxpr, of the operation that copies the pages of sequences."""
+
 _PAGES = Operation(
-    "maxjax_read_pages", _pages_types, _pages_definition, {"cpu": _pages_kernel}, _rule, _shardings
+    PAGES_NAME, _pages_types, _pages_definition, {"cpu": _pages_kernel}, _rule, _shardings
 )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping
 
-from . import explicit
+from . import explicit, native
 from .alibi import checked_slopes
 from .cache_read import pages_of
 from .cache_write import write_token, write_token_of_pages, write_tokens
@@ -28,7 +28,7 @@ from .decode.blocks import in_blocks
 from .decode.step import Options, Written, biased, seen, written
 from .gpu.triton import unavailable
 from .int8_rows import restored
-from .operation import Operation, has_static_shapes, types_of
+from .operation import Operation, abstract_device, has_static_shapes, types_of
 from .pages import checked_table, is_page
 from .pallas import program_device, refused
 from .product import FLOATS
@@ -414,6 +414,32 @@ def _paged_by(
     return module.kernel(static, *rest, table=table, write=write)
 
 
+def copies_pages(device: Any, static: Options, *operands: Any) -> str:
+    """Why decode attention copies the pages of sequences; "" if a device has a kernel that reads them in place.
+
+    Args:
+        device: a ``jax.Device``, or its ``AbstractDevice``.
+        static, operands: static arguments and operands, which may be their types, of :data:`PAGED_NAME` in a jaxpr.
+    """
+    kind = device.device_kind
+    if device.platform == "cpu":
+        return "" if native.library() else "this installation has no kernels for CPUs"
+    if device.platform != "tpu" and "NVIDIA" not in kind:
+        return f"there is no kernel for a {kind}"
+    q, k, v, keys, *rest = operands
+    parts = 1
+    if static.division is not None:
+        parts = explicit.parts_over(static.division.mesh, static.division.entries[-3])
+    part = lambda a, axis: jax.ShapeDtypeStruct(
+        (*a.shape[:axis], a.shape[axis] // parts, *a.shape[axis + 1 :]), a.dtype
+    )
+    module, unavailable_on = (
+        (paged_decode, no_mosaic) if device.platform == "tpu" else (triton, unavailable)
+    )
+    q, keys = part(q, 1), part(keys, keys.ndim - 3)
+    return module.lacks(static, q, k, v, keys, *rest) or unavailable_on(abstract_device(device))
+
+
 _paged_on_cuda = functools.partial(_paged_by, triton, unavailable, "GPU", _write_each)
 _paged_on_tpu = functools.partial(_paged_by, paged_decode, no_mosaic, "TPU", write_token_of_pages)
 
@@ -438,8 +464,11 @@ def _of_queries(static: Options) -> explicit.Division | None:
     return division and division._replace(entries=((), division.entries[-3], (), ()))
 
 
+PAGED_NAME = "maxjax_paged_decode_attention"
+"""The name, in a jaxpr, of decode attention to pages."""
+
 _PAGED = Operation(
-    "maxjax_paged_decode_attention", lambda static, *operands: _types(static, *operands[:-1]),
+    PAGED_NAME, lambda static, *operands: _types(static, *operands[:-1]),
     paged_definition, {"cpu": _paged_kernel, "cuda": _paged_on_cuda, "tpu": _paged_on_tpu},
     _paged_rule, _paged_shardings, division=_of_queries,
 )  # fmt: skip

@@ -342,8 +342,13 @@ def _device(ctx: Any) -> Any:
     first = next(iter(devices))
     if first.platform == "cpu" and "cuda" in ctx.module_context.platforms:
         return _SOME_GPU
-    cores = getattr(first, "core_count", getattr(first, "num_cores", None))
-    return AbstractDevice(first.device_kind, cores, first.platform)
+    return abstract_device(first)
+
+
+def abstract_device(device: Any) -> AbstractDevice:
+    """The kind of a device."""
+    cores = getattr(device, "core_count", getattr(device, "num_cores", None))
+    return AbstractDevice(device.device_kind, cores, device.platform)
 
 
 def _device_count(ctx: Any) -> int:

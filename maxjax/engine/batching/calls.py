@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
 from ...graph.placement.arrays import platform_of
-from ...graph.placement.specs import mesh_of
+from ...graph.placement.specs import held_bytes, mesh_of
 from ...lockstep import Lockstep
 from ...nn.layer.observe.programs import ProgramObserver
 from ...progress import compiling
 from .adapters import Adapters
+from .in_place import why_copied
 from .memory import TextMemory
 from .programs import Choosing, TextRows, row_of
 from .running import RunningText
 
+RAGGED = 2048
+"""Up to this position, tokens of several texts are read together, each of which attends to its text by itself."""
 _LEAST_PAGES = 8
 # Tables with room for so many pages take no time to speak of: 131,072 tokens.
 _ENOUGH_PAGES = 2048
 
 
-def is_on_cpu(tree: Any) -> bool:
-    """Whether the arrays of a pytree are on CPUs."""
+def platform_of_arrays(tree: Any) -> str:
+    """The platform of the devices that the arrays of a pytree are on."""
     where = [leaf.sharding for leaf in jax.tree.leaves(tree)]
-    return platform_of(mesh_of(where) or where[0]) == "cpu"
+    return platform_of(mesh_of(where) or where[0])
+
+
+def _held(tree: Any) -> int:
+    """The bytes of a pytree's arrays on a device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(held_bytes(leaf.sharding, leaf.shape, leaf.dtype.itemsize) for leaf in leaves)
 
 
 def compiled_count(*programs: Any) -> int:
@@ -58,27 +68,42 @@ class Calls:
         is_exact: whether a text gets the same bits whatever else runs.
         has_masks: whether texts may have grammars.
         longest: largest number of tokens of a text.
+        chunk: largest number of prompt tokens of a call, in each group of devices.
         together: the call that all belong to, if several processes make it together.
 
     Attributes:
         observer: the run of the model, for captures and patches.
+        platform: the platform of the devices.
         is_ragged: whether a row of a call may be a token of any text.
         shows: whether it is shown that a program is being compiled.
     """
 
     def __init__(
         self, model: Any, memory: TextMemory, adapters: Adapters, how: Choosing, is_exact: bool,
-        has_masks: bool, longest: int, together: Lockstep | None,
+        has_masks: bool, longest: int, chunk: int, together: Lockstep | None,
     ):  # fmt: skip
         self.memory, self.adapters, self.how, self.is_exact = memory, adapters, how, is_exact
         self.observer, self.together = ProgramObserver(model), together or Lockstep("generate", ())
         self.vocab_size, self.shows = model.config.vocab_size, True
         self._has_masks, self._longest = has_masks, longest
         self._has_lengths = bool(model.config.ropes_by_length)
-        # Elsewhere a token of a ragged call would read a copy of all pages of its text.
-        self.is_ragged = (
-            is_on_cpu(memory.arrays) and memory.has_whole_pages and not memory.is_recurrent
-        )
+        self.platform = platform_of_arrays(memory.arrays)
+        self.is_ragged = memory.has_whole_pages and not memory.is_recurrent
+        if self.is_ragged and self.platform != "cpu":
+            # Otherwise each token of a ragged call would read a copy of all pages of its text.
+            shape = memory.slots, chunk * memory.groups, self.ragged_width
+            self.is_ragged = not why_copied(model, *shape, memory.cache_dtype)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights on a device."""
+        return _held(self.memory.model)
+
+    @cached_property
+    def token_bytes(self) -> float:
+        """The bytes that the cache of a token takes on a device."""
+        pool = self.memory.arrays.pool
+        return _held(pool) * self.memory.groups / (pool.pages * pool.page_size)
 
     def placed(
         self, texts: Sequence[RunningText], rows: int | None = None
@@ -118,9 +143,15 @@ class Calls:
                 reads the pages of a text alone, the longest texts decide on one size.
         """
         found = table_widths(self.memory.needed(self._longest))
-        if not self.is_ragged or gathers:
+        # A TPU copies a table to its memory for scalars.
+        if gathers or not self.is_ragged or self.platform == "tpu":
             return found
         return [width for width in found if width >= min(found[-1], _ENOUGH_PAGES)]
+
+    @property
+    def ragged_width(self) -> int:
+        """The size of tables for tokens of several texts that are read at once: ``RAGGED`` tokens at most."""
+        return min(self.widths()[-1], self.memory.needed(RAGGED))
 
     def row_counts(self) -> list[int]:
         """The numbers of texts that a decode step may be for."""

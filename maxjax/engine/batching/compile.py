@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..isolation import isolated
+from .calls import RAGGED
 from .draft import Drafts
 from .programs import decode, read, read_tokens, token_counts
-from .reading import RAGGED
 from .running import RunningText
 from .scheduler import Scheduler
 from .speculation import verify
@@ -55,10 +55,10 @@ def _compile(scheduler: Scheduler, has_adapters: bool) -> int:
     page_size = scheduler.memory.page_size
     for size in [page_size] if calls.is_exact else token_counts(scheduler.chunk):
         none, ends = (np.zeros(n, np.int32) for n in (groups * size, slots))
-        for pages in calls.widths() if is_ragged else ():
+        for pages in [calls.ragged_width] if is_ragged else ():
             run(read_tokens, slots, pages, none, none, none - 1, ends, rows=(none, None))
         for pages in calls.widths(gathers=True):
-            if not is_ragged or pages * page_size > RAGGED:
+            if not is_ragged or calls.platform != "cpu" or pages * page_size > RAGGED:
                 run(read, groups, pages, none.reshape(groups, -1), ends[:groups], width=size)
     shapes = [] if scheduler.speculation is None else scheduler.speculation.shapes
     for pages in calls.widths():

@@ -18,7 +18,7 @@ from ...progress import compiling
 from ..bucket import bucket
 from ..generate.checks import check_model
 from ..shardings import shardings_on_mesh
-from .calls import Calls, compiled_count, is_on_cpu
+from .calls import Calls, compiled_count, platform_of_arrays
 from .dispatch import DispatchTokens
 from .memory import is_recurrent
 from .pages import Key
@@ -72,7 +72,7 @@ class Drafts(Speculation):
         self._how = calls.how._replace(tops=None)
         pool = self._pool()
         self._shardings = shardings_on_mesh(pool)
-        self._reads_tokens = is_on_cpu(pool)
+        self._reads_tokens = platform_of_arrays(pool) == "cpu"
         self._memory = EngineMemory(pool, None)
         # The time of a step over that of a step of the model: what weights alone would make it, and measured ones.
         self._size = _weight_bytes(model) / _weight_bytes(calls.memory.model)

@@ -93,7 +93,7 @@ class TextRows(NamedTuple):
         of = lambda get, rest: row_of(texts, get, rest)
         zero = np.int32(0)
         none = np.full(width, -1, np.int32)
-        table = of(lambda text: np.concatenate([text.pages, none[len(text.pages) :]]), none)
+        table = of(lambda text: np.concatenate([text.pages[:width], none[len(text.pages) :]]), none)
         done = np.zeros(len(texts), bool) if finishes is None else np.asarray(finishes, bool)
         allowed = None
         if has_masks:

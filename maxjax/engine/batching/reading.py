@@ -11,13 +11,10 @@ import numpy as np
 
 from ..bucket import bucket
 from ..token_losses import TokenLosses, chunk_of
-from .calls import Calls
+from .calls import RAGGED, Calls
 from .dispatch import DispatchTokens
 from .programs import LEAST_TOKENS, joined_tokens, read, read_scored, read_tokens
 from .running import RunningText, Stage
-
-# Up to this position, tokens of several texts are read together, each of which attends to its text by itself.
-RAGGED = 2048
 
 
 class ReadCounts(NamedTuple):
@@ -44,7 +41,7 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> Re
             pieces.append((text, count))
             room -= count
     pieces = [piece for piece in pieces if piece[1]]
-    joined = [piece for piece in pieces if _may_join(calls, *piece)]
+    joined = _joined(calls, pieces)
     near_ties = _read_tokens(calls, joined) if joined else 0
     rest = [(text, count) for text, count in pieces if (text, count) not in joined]
     for is_scored in (False, True):
@@ -55,12 +52,21 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> Re
     return ReadCounts(sum(n for _, n in pieces), began, near_ties)
 
 
-def _may_join(calls: Calls, text: RunningText, count: int) -> bool:
-    """Whether tokens of a text are read together with those of others."""
-    is_short = text.stored + count <= RAGGED
-    is_ragged = calls.is_ragged and not calls.is_exact
-    is_alone = calls.observer.is_observed or text.scores_prompt
-    return is_short and is_ragged and not is_alone
+def _joined(
+    calls: Calls, pieces: Sequence[tuple[RunningText, int]]
+) -> list[tuple[RunningText, int]]:
+    """The pieces whose tokens are read together."""
+    if calls.is_exact or calls.observer.is_observed or not calls.is_ragged:
+        return []
+    short = [
+        (text, n) for text, n in pieces if text.stored + n <= RAGGED and not text.scores_prompt
+    ]
+    if calls.platform == "cpu":
+        return short
+    # A piece that is read alone reads all weights, and one that is not reads its text for each token.
+    most = calls.weight_bytes / calls.token_bytes
+    cheap = [(text, n) for text, n in short if n * (text.stored + n) <= most]
+    return cheap if len(cheap) > 1 else []
 
 
 def _read_tokens(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> int:
@@ -80,7 +86,8 @@ def _read_tokens(calls: Calls, pieces: Sequence[tuple[RunningText, int]]) -> int
     args = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
     for one, count in pieces:
         _mark_read(calls, one, count)
-    arrays = calls.text_rows(texts, [one is not None and not one.unread for one in texts])
+    finishes = [one is not None and not one.unread for one in texts]
+    arrays = calls.text_rows(texts, finishes, calls.ragged_width)
     of = (args[1], None)
     sampled = calls.run(read_tokens, texts, arrays, *args, width=None, rows=of)
     return _take_first(calls, texts, sampled)

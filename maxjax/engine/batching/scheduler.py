@@ -113,7 +113,15 @@ class Scheduler:
             self.longest = min(self.longest, self.memory.longest)
         how = Choosing(tops, draws, logits_processor, float(jnp.finfo(model.dtype.np).eps))
         self.calls = Calls(
-            model, self.memory, self.adapters, how, exact, has_grammars, self.longest, together
+            model,
+            self.memory,
+            self.adapters,
+            how,
+            exact,
+            has_grammars,
+            self.longest,
+            chunk,
+            together,
         )
         self.slots, self.chunk, self._dispatch_s = self.memory.slots, chunk, dispatch_s
         self._ropes = model.config.ropes_by_length

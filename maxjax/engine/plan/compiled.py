@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ...errors import UserInputError
 from ...graph.placement.mesh import make_mesh
 from ...nn.kv_cache.pages import PagePool
-from ..batching.calls import table_widths
+from ..batching.calls import RAGGED, table_widths
 from ..batching.memory import in_groups, page_size_of
 from ..batching.programs import Choosing, EngineMemory, TextRows, decode, read, read_tokens
 from ..bucket import bucket
@@ -123,8 +123,12 @@ def lowered(
     pool = abstract_pool(model, batch, capacity, cache_dtype)
     slots, groups = in_groups(model, batch)
     rows = groups if program == "read" else slots
+    size = page_size_of(model)
+    width = table_widths(-(-capacity // size))[-1]
+    if program == "read_tokens":
+        width = min(width, RAGGED // size)
     texts = TextRows.of(
-        [None] * rows, table_widths(-(-capacity // page_size_of(model)))[-1], slots,
+        [None] * rows, width, slots,
         vocab_size=model.config.vocab_size, has_lengths=bool(model.config.ropes_by_length),
     )  # fmt: skip
     how = {"how": Choosing(None, draws=False), "shardings": shardings_on_mesh(pool)}
