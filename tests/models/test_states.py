@@ -170,6 +170,9 @@ def test_states_are_split_on_a_mesh(model, axes):
     part = sum(a.addressable_data(0).nbytes for a in jax.tree.leaves(two[1]))
     assert part < 0.7 * whole
     planned, _ = footprint.cache_bytes(footprint._kept_by(model.config), 2, 16, model.dtype, mesh)
+    pool = there.page_pool(2, 16, 2)
+    whole = sum(a.nbytes for a in jax.tree.leaves(pool))
+    part = sum(a.addressable_data(0).nbytes for a in jax.tree.leaves(pool))
     assert part - 0.1 * whole < planned <= part
     tokens, ones = jnp.array([[5], [6]], jnp.int32), jnp.ones(2, jnp.int32)
     next_one, next_two = last(model, tokens, one[1], ones), last(there, tokens, two[1], ones)

@@ -94,8 +94,8 @@ def generate(
             key gives the same texts for the same prompts, whatever the mesh and ``batch_size``.
         sampling: how the next token is chosen; by default as in ``generation_config.json``, or
             greedy without that file.
-        batch_size: the maximum number of prompts in one batch.
-        chunk: the maximum number of prompt tokens in one prefill step; a power of two.
+        batch_size: the maximum number of prompts at once.
+        chunk: the maximum number of prompt tokens that are read at once; a power of two.
         cache_dtype: dtype of the KV cache, by default the model's; ``"int8"`` halves the size of a
             bfloat16 cache, and changes results slightly.
         speculation: ``"lookup"`` guesses tokens from the text itself; answers stay the same, and those that repeat

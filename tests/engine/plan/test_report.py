@@ -294,7 +294,7 @@ def test_names_are_rules_for_a_module_too():
         assert named.raw_state_dict()[name].sharding == weight.sharding, name
 
 
-def test_a_cache_of_which_a_part_goes_round():
+def test_pages_hold_the_tokens_before_a_window_too():
     config = Qwen2Config(
         64,
         16,
@@ -307,8 +307,7 @@ def test_a_cache_of_which_a_part_goes_round():
     model = Qwen2(config)
     for dtype in ("float32", "int8"):
         found = plan(model, batch=2, length=32, cache_dtype=dtype).cache_bytes_per_device
-        cache = jax.eval_shape(lambda d=dtype: model.cache(2, 32, d))
-        held = jax.tree.leaves((cache.full, cache.sliding))
+        held = jax.tree.leaves(model.page_pool(2, 32, 2, dtype, abstract=True))
         assert found == sum(leaf.size * leaf.dtype.itemsize for leaf in held)
 
 
@@ -356,14 +355,16 @@ def test_what_a_cache_does_not_hold(dtype):
 
 def test_what_of_a_cache_does_not_divide_is_said():
     found = plan(Tower(), {"data": 4, "model": 4}, batch=6, length=7)
-    assert found.cache_bytes_per_device == 5 * 2 * 8 * 2 * 4 * 6 * 7 // 4
+    # Two sequences of each group, one of two heads, and 4 of 7 tokens.
+    assert found.cache_bytes_per_device == 5 * 2 * 1 * 4 * 8 * 2 * 4
     assert len(found.notes) == 2
-    assert "batch of 6 does not divide by data=4" in found.notes[0]
-    assert "2 KV heads do not divide by model=4, so the sequences" in found.notes[1]
-    # 7 slots of each of the two heads are 4 on each of two devices.
+    assert "4 groups of devices divide the sequences, so it has room for 8" in found.notes[0]
+    assert "2 KV heads do not divide by model=4, so the tokens of each page" in found.notes[1]
+    found = plan(Tower(), {"data": 4}, batch=1, length=7)
+    assert "one sequence does not divide by data=4" in found.notes[0]
     found = plan(Tower(), {"model": 4}, batch=1, length=7)
     assert found.cache_bytes_per_device == 5 * 8 * 2 * 4 * 4
-    assert "2 KV heads do not divide by model=4, so the slots" in found.notes[0]
+    assert "2 KV heads do not divide by model=4, so the tokens of each page" in found.notes[0]
 
 
 def test_an_encoder_has_none():
