@@ -97,7 +97,9 @@ def with_slots(
     return written(model, [work], slots, adapters, **more)
 
 
-def in_batches(model: Any, work: list[tuple[list[int], int]], slots: int) -> dict[str, float]:
+def batch_after_batch(
+    model: Any, work: list[tuple[list[int], int]], slots: int
+) -> dict[str, float]:
     """Batches of prompts of similar length, of which the next one waits until all texts of the last have ended."""
     order = sorted(work, key=lambda one: len(one[0]))
     return written(model, [order[i : i + slots] for i in range(0, len(order), slots)], slots)
@@ -150,12 +152,12 @@ def work_of(model: Any, count: int) -> list[tuple[list[int], int]]:
 def batches(model: Any, options: argparse.Namespace) -> None:
     work = work_of(model, options.prompts)
     few = work[: 2 * options.slots]
-    with_slots(model, few, options.slots), in_batches(model, work, options.slots)  # compile
+    with_slots(model, few, options.slots), batch_after_batch(model, work, options.slots)  # compile
     pairs = []
     for number in range(options.pairs):
-        ways = [with_slots, in_batches][:: 1 if number % 2 else -1]
+        ways = [with_slots, batch_after_batch][:: 1 if number % 2 else -1]
         found = {way: way(model, work, options.slots) for way in ways}
-        pairs.append((found[with_slots], found[in_batches]))
+        pairs.append((found[with_slots], found[batch_after_batch]))
         print({k: round(v, 3) for k, v in pairs[-1][0].items()})
         print({k: round(v, 3) for k, v in pairs[-1][1].items()}, flush=True)
     print(f"{options.prompts} prompts, {options.slots} slots: slots filled again over batches")

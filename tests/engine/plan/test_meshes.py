@@ -189,7 +189,10 @@ def test_where_none_fits_the_smallest_comes_first_and_more_devices_are_named():
 
 def test_why_a_mesh_is_worse():
     found = plan(llama(num_key_value_heads=2), device="v5e:2x4", batch=4, length=64)
-    assert "8 groups of devices divide the sequences, so it has room for 8" in choice(found, data=8).why
+    assert (
+        "8 groups of devices divide the sequences, so it has room for 8"
+        in choice(found, data=8).why
+    )
     assert "is replicated" in choice(found, data=8).why
     assert "KV heads" in choice(found, model=8).why
 
