@@ -147,12 +147,14 @@ class Traced(NamedTuple):
         layers: number of the model's layers.
         mixture: its mixture of experts, or None.
         need: bytes that a step has to read on one device.
+        seen: by the name of a group of layers, the share of the cache that a token attends to.
     """
 
     lowered: Any
     layers: int
     mixture: traffic.Mixture | None
     need: float
+    seen: dict[str, float]
 
 
 def trace(case: Case, topology: str) -> Traced:
@@ -170,26 +172,29 @@ def trace(case: Case, topology: str) -> Traced:
     mixture = mixture_of(model.config, weights, tokens)
     held = [held_of(name, leaf, model.config, tokens) for name, leaf in weights.items()]
     held += cache_of(case, model)
-    return Traced(program, model.config.num_hidden_layers, mixture, traffic.needed(held, mixture))
+    need, seen = traffic.needed(held, mixture), windows_of(case, model)
+    return Traced(program, model.config.num_hidden_layers, mixture, need, seen)
+
+
+def windows_of(case: Case, model: Any) -> dict[str, float]:
+    """By the name of a group of layers, the share of the cache that a token attends to: less than 1 with a window."""
+    groups, most = groups_of_config(model.config), max(case.capacity, 1)
+    windows = {name: getattr(group.kind, "window", None) or most for name, group in groups.items()}
+    return {name: min(1, window / most) for name, window in windows.items()}
 
 
 def cache_of(case: Case, model: Any) -> list[traffic.Held]:
-    """What a call has to read of the cache: the texts that it is for, and of windows the last tokens alone."""
+    """What a call has to read of the cache: of the texts that it is for, what a token attends to."""
     if case.program == "call":
         return []
     slots, groups = in_groups(model, case.batch)
     share = groups / slots if case.program == "read" else 1
     pool = abstract_pool(model, case.batch, case.capacity, case.cache_dtype)
-    found = []
-    for name, group in groups_of_config(model.config).items():
-        window = getattr(group.kind, "window", None)
-        seen = min(1, (window or case.capacity) / case.capacity)
-        each = _leaves(pool.states[name])
-        found += [
-            traffic.Held(f"{name}.{n}", round(local_bytes(a) * share * seen))
-            for n, a in each.items()
-        ]
-    return found
+    return [
+        traffic.Held(f"{name}.{n}", round(local_bytes(a) * share * seen))
+        for name, seen in windows_of(case, model).items()
+        for n, a in _leaves(pool.states[name]).items()
+    ]
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
@@ -242,7 +247,7 @@ def compiled(case: Case, topology: str, traced: Traced, save: Path | None) -> Re
         name = re.sub(r"[^\w=.,\-]+", "_", f"{topology}_{case}")
         (save / f"{name}.hlo").write_text(text)
     parsed = hlo.parse(text)
-    moved = traffic.moved(parsed, case.program == "decode", traced.mixture)
+    moved = traffic.moved(parsed, case.program == "decode", traced.mixture, traced.seen)
     return Report(
         memory.arguments, memory.temporaries, *traffic.totals(moved), traced.need,
         copies_of(parsed, case.program), collectives_of(parsed, traced.layers, case.program),

@@ -21,7 +21,8 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from scripts.hlo import (
@@ -142,7 +143,10 @@ class Moved(NamedTuple):
     writes: float
 
 
-def moved(program: Program, is_decode: bool = False, mixture: Mixture | None = None) -> list[Moved]:
+def moved(
+    program: Program, is_decode: bool = False, mixture: Mixture | None = None,
+    seen: Mapping[str, float] = MappingProxyType({}),
+) -> list[Moved]:  # fmt: skip
     """What each operation of a program moves.
 
     Args:
@@ -150,6 +154,7 @@ def moved(program: Program, is_decode: bool = False, mixture: Mixture | None = N
             ``state.cache.`` those of the cache, with ``memory.pool.`` those of pages of a cache.
         is_decode: whether the program is a loop over tokens, of which one counts.
         mixture: the mixture of experts that the model has, if any.
+        seen: by the name of a group of layers, the share of the tokens of its pages that a kernel reads.
     """
     inputs = [one for one in program.computations[program.entry] if one.kind == "parameter"]
     start: list[Value] = [None] * len(inputs)
@@ -157,7 +162,7 @@ def moved(program: Program, is_decode: bool = False, mixture: Mixture | None = N
         if one.source.startswith(("model.", "state.cache.", POOL)):
             start[int(one.operands[0])] = Data(one.source)
     ranks = {one.source: _matrix_rank(one) for one in inputs}
-    traffic = _Traffic(program, is_decode, mixture, ranks)
+    traffic = _Traffic(program, is_decode, mixture, ranks, seen)
     traffic.run(program.entry, start, 1, 0)
     return traffic.found
 
@@ -297,10 +302,11 @@ class _Traffic(Follow):
     """Follows a program and notes what each operation moves."""
 
     def __init__(
-        self, program: Program, is_decode: bool, mixture: Mixture | None, ranks: dict[str, int]
-    ):
+        self, program: Program, is_decode: bool, mixture: Mixture | None, ranks: dict[str, int],
+        seen: Mapping[str, float],
+    ):  # fmt: skip
         super().__init__(program, least=_NOTHING)
-        self.is_decode, self.mixture, self.ranks = is_decode, mixture, ranks
+        self.is_decode, self.mixture, self.ranks, self.seen = is_decode, mixture, ranks, seen
         self.fusions = _Fusions(program)
         self.found: list[Moved] = []
         self._turns: list[int] = []  # of the loops around an instruction, outermost first
@@ -372,10 +378,11 @@ class _Traffic(Follow):
         if not isinstance(value, Data):
             return 1.0
         if _is_pool(value):
-            pages = math.prod(arrays(type_)[0][1][:2])  # of all layers
+            layers, pages = arrays(type_)[0][1][:2]
             tables = [math.prod(shape) for one, type_ in zip(given, types, strict=True) if one is None
                       for dtype, shape in arrays(type_) if dtype == "s32"]  # fmt: skip
-            return min(1.0, max(tables, default=pages) / pages)
+            seen = [part for name, part in self.seen.items() if f"'{name}" in value.name]
+            return min(1, max(tables, default=pages) / pages) / layers * min(seen, default=1)
         own = [shape for one, type_ in zip(given, types, strict=True) if one is None
                for _, shape in arrays(type_)]  # fmt: skip
         indices = [math.prod(shape) for one, type_ in zip(given, types, strict=True) if one is None

@@ -191,12 +191,14 @@ class Choosing(NamedTuple):
         draws: False where all texts are greedy.
         processor: what logits go through before a token is chosen; None for nothing.
         step: the relative step of the floats that logits are computed in.
+        delays_ends: False where no text has ``min_new_tokens``.
     """
 
     tops: int | None
     draws: bool = True
     processor: LogitsProcessor | None = None
     step: float = 0.0
+    delays_ends: bool = True
 
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
@@ -415,6 +417,7 @@ def sampled(
         texts.allowed,
         how.draws,
         how.step,
+        how.delays_ends,
     )
     return jax.tree.map(lambda a: replicated(a, shardings), found)
 

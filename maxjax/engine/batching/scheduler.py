@@ -73,6 +73,7 @@ class Scheduler:
         cache_dtype: dtype of keys and values; None for the model's.
         tops: number of most probable tokens that are reported where a text wants log-probabilities; None: none does.
         draws: False if all texts are greedy.
+        delays_ends: False if no text has ``min_new_tokens``.
         exact: whether a text gets the same bits whatever else runs. Each page of a prompt is then read by itself, each
             step is for all slots, and a text gets all its pages at once, so that it is never put back.
         logits_processor: what logits go through before a token is chosen.
@@ -94,7 +95,7 @@ class Scheduler:
     def __init__(
         self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, longest: int | None = None,
         chunk: int = 512, cache_dtype: Any = None, tops: int | None = MOST_LOGPROBS, draws: bool = True,
-        exact: bool = False,
+        exact: bool = False, delays_ends: bool = True,
         logits_processor: LogitsProcessor | None = None, has_grammars: bool = False, has_order: bool = True,
         together: Lockstep | None = None, dispatch_s: float = 0.1, speculation: str | None = None,
         draft: Any = None, adapters: Adapters | None = None,
@@ -111,7 +112,8 @@ class Scheduler:
         self.longest = longest or model.max_length
         if self.memory.longest is not None:
             self.longest = min(self.longest, self.memory.longest)
-        how = Choosing(tops, draws, logits_processor, float(jnp.finfo(model.dtype.np).eps))
+        step = float(jnp.finfo(model.dtype.np).eps)
+        how = Choosing(tops, draws, logits_processor, step, delays_ends)
         self.calls = Calls(
             model,
             self.memory,

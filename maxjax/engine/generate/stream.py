@@ -59,6 +59,7 @@ def scheduler_for(
         # Programs without what no text uses are compiled sooner.
         tops=None if count is None else max(MOST_LOGPROBS, count),
         draws=not request.sampling.is_greedy,
+        delays_ends=request.sampling.min_new_tokens > 0,
         has_order=uses_order(request.sampling),
         together=together,
         dispatch_s=dispatch_s,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -131,7 +132,9 @@ def lowered(
         [None] * rows, width, slots,
         vocab_size=model.config.vocab_size, has_lengths=bool(model.config.ropes_by_length),
     )  # fmt: skip
-    how = {"how": Choosing(None, draws=False), "shardings": shardings_on_mesh(pool)}
+    step = float(jnp.finfo(model.dtype.np).eps)
+    choosing = Choosing(None, draws=False, step=step, delays_ends=False)
+    how = {"how": choosing, "shardings": shardings_on_mesh(pool)}
     memory, each, zero = EngineMemory(pool, None), np.zeros(rows, np.int32), np.int32(0)
     if program == "decode":
         return decode.lower(model, memory, texts, each, each > 0, zero, zero, **how)

@@ -226,6 +226,7 @@ def sample_rows(
     allowed: jax.Array | None = None,
     draws: bool = True,
     step: float = 0.0,
+    delays_ends: bool = True,
 ) -> Sampled:
     """Samples the next token of each row.
 
@@ -240,6 +241,7 @@ def sample_rows(
         allowed: the tokens that may come next, one bit each, uint32 ``[B, ⌈V / 32⌉]``; None: all.
         draws: False if all rows are greedy: a program without drawing is compiled in a third of the time.
         step: the relative step of the floats that logits were computed in, for :func:`near_margin`.
+        delays_ends: False if no row has ``min_new_tokens``: logits are then not copied.
 
     Returns:
         The tokens; ``top_tokens`` and ``top_logprobs`` are ``[B, min(tops, V)]``. They and ``logprobs`` are zeros where
@@ -257,7 +259,7 @@ def sample_rows(
         [1, 2]
     """
     values = logits.astype(jnp.float32)
-    values = adjusted_rows(values, settings, positions, written, words, rows)
+    values = adjusted_rows(values, settings, positions, written, words, rows, delays_ends)
     if allowed is not None:
         unchanged = lambda values, *_: values
         values = jax.lax.cond(jnp.any(~allowed != 0), _masked, unchanged, values, allowed)
@@ -326,12 +328,13 @@ def adjusted_rows(
     written: jax.Array,
     words: Words | None = None,
     rows: jax.Array | None = None,
+    delays_ends: bool = True,
 ) -> jax.Array:
     """Logits or log-probabilities with biases, penalties and bans.
 
     Args:
         values: float32 ``[B, V]``.
-        settings, positions, written, words, rows: as for :func:`sample_rows`.
+        settings, positions, written, words, rows, delays_ends: as for :func:`sample_rows`.
 
     Example:
         >>> one = RowSettings.of(Sampling(min_new_tokens=1), np.zeros(2, np.uint32), 0, np.array([2]), 3)
@@ -344,8 +347,9 @@ def adjusted_rows(
             jnp.any(settings.has_words), _adjusted, lambda values, *_: values,
             values, settings, words, rows, positions,
         )  # fmt: skip
-    early = written < settings.min_new_tokens
-    return _without_ends(values, early, settings.ends)
+    if not delays_ends:
+        return values
+    return _without_ends(values, written < settings.min_new_tokens, settings.ends)
 
 
 def _adjusted(
