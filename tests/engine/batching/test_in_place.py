@@ -84,7 +84,7 @@ def test_short_prompts_are_read_together_where_it_pays(model, monkeypatch):
     monkeypatch.setattr(
         reading,
         "_read_pieces",
-        lambda calls, p: pieces.extend(n for _, n in p) or read_pieces(calls, p),
+        lambda calls, p, *more: pieces.extend(n for _, n in p) or read_pieces(calls, p, *more),
     )
     found = maxjax.generate(model, None, prompts, **options)
     assert [text.tokens for text in found] == expected
