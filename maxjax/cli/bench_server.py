@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 def bench_server(options: argparse.Namespace) -> Iterable[str | Table]:
     """Measures a server with random texts, so many requests at once."""
     server = server_of(options)
-    prompts = list(_prompts(options.requests, options.prompt))
+    prompts = list(random_texts(options.requests, options.prompt))
     ask(server, prompts[0], options.new)  # connections, and programs that are compiled at first use
     began = time.perf_counter()
     found = ask_all(server, prompts, options.new, options.concurrency)
@@ -54,7 +54,7 @@ def bench_server(options: argparse.Namespace) -> Iterable[str | Table]:
     return [json.dumps(document, indent=1)] if options.json else _table(document, found)
 
 
-def _prompts(count: int, words: int) -> Iterator[str]:
+def random_texts(count: int, words: int) -> Iterator[str]:
     """Texts of about so many tokens, all different."""
     draw = random.Random(0)
     for _ in range(count):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -115,6 +116,7 @@ def run(
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise UserInputError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         application, host=host, port=port, http=_Protocol, ws="none", log_config=None, access_log=False,
         server_header=False, proxy_headers=False, lifespan="off", timeout_keep_alive=_IDLE_S,
