@@ -614,6 +614,29 @@ class PythonSyntax(NamedTuple):
         return read
 
 
+class BuiltinSyntax(NamedTuple):
+    """A call ``name.call(key="value")`` after a mark, as Llama 3 writes those of its built-in tools."""
+
+    opening: str
+
+    def reader(self, functions: Functions | None) -> Reader:
+        balanced = Balanced("\"'")
+
+        def read(text: str, is_whole: bool) -> Found | None:
+            if re.match(r"\s*\w+\.call\(", text) is None:
+                begins = re.fullmatch(r"\s*\w*(?:\.(?:c|ca|cal|call)?)?", text)
+                return _NO_CALL if begins is None or is_whole else None
+            end = balanced.end(text)
+            if end is None:
+                return Found(len(text)) if is_whole else None
+            calls = _python_calls(text[:end]) or ()
+            return Found(
+                end, tuple(one._replace(name=one.name.removesuffix(".call")) for one in calls)
+            )
+
+        return read
+
+
 def _python_calls(text: str) -> tuple[Call, ...] | None:
     """Return the calls in Python's syntax; none if it is something else, None if it ends inside of a text."""
     try:

@@ -8,9 +8,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import UserInputError
-from .calls import BareSyntax, BracesSyntax, JsonSyntax, PairsSyntax, PythonSyntax, XmlSyntax
+from .calls import (
+    BareSyntax,
+    BracesSyntax,
+    BuiltinSyntax,
+    JsonSyntax,
+    PairsSyntax,
+    PythonSyntax,
+    XmlSyntax,
+)
 
-Syntax = JsonSyntax | BareSyntax | XmlSyntax | PairsSyntax | BracesSyntax | PythonSyntax
+Syntax = (
+    JsonSyntax | BareSyntax | XmlSyntax | PairsSyntax | BracesSyntax | PythonSyntax | BuiltinSyntax
+)
 
 REASONING = {
     "<think>": "</think>",  # Qwen, DeepSeek, GLM, SmolLM and others
@@ -21,13 +31,15 @@ REASONING = {
     "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
     "<thought>": "</thought>",  # EXAONE Deep
     "◁think▷": "◁/think▷",  # Kimi-VL
+    "<thinking>": "</thinking>",  # Apriel 1.5
+    "<mm:think>": "</mm:think>",  # MiniMax M3
 }
 """The marks around the reasoning, whatever the format of calls."""
 
 REASONS_LATER = frozenset({"[THINK]", "<|channel>thought"})
 """Marks that open reasoning after other text, too: elsewhere such a mark is a word of the answer."""
 
-WRAPPERS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+WRAPPERS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 """Marks around the rest of an answer, which are not part of it."""
 
 CHANNEL, START, MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
@@ -215,7 +227,12 @@ FORMATS = (
     Format(
         ("llama4_json",), (BareSyntax(),), _LLAMA4 + _LLAMA3, ('"parameters": ', "<|header_start|>")
     ),
-    Format(("llama3_json",), (BareSyntax(),), _LLAMA3, ('"parameters": ', "<|start_header_id|>")),
+    Format(
+        ("llama3_json",),
+        (BareSyntax(), BuiltinSyntax("<|python_tag|>")),
+        _LLAMA3,
+        ('"parameters": ', "<|start_header_id|>"),
+    ),
 )  # fmt: skip
 """The formats. A template has the first whose signs are all in it."""
 

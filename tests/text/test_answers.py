@@ -162,12 +162,18 @@ XML = (
         ("granite", "", "Here's my thought process:\nhm\nHere's my response:\n7", ("hm", "7", ())),
         ("granite", "", "<think>hm</think>\n<response>7</response>", ("hm", "7", ())),
         ("granite", "", "<response>7</response>", (None, "<response>7</response>", ())),
+        ("cohere_command3", "<|START_THINKING|>", "hm<|END_THINKING|><|START_TEXT|>7<|END_TEXT|>", ("hm", "7", ())),
         ("hunyuan_a13b", "", "<think>\nhm\n</think>\n<answer>\n7\n</answer>", ("hm", "7", ())),
         ("openai", "<|start|>assistant<|channel|>analysis<|message|>", "hm<|end|><|start|>assistant<|channel|>final"
          "<|message|>7", ("hm", "7", ())),
         ("openai", "<|start|>assistant<|channel|>commentary to=functions.now", "<|message|>{}<|call|>",
          (None, "", ({"name": "now", "arguments": {}},))),
         ("openai", "", "to=functions.now is how it calls", (None, "to=functions.now is how it calls", ())),
+        ("llama3_json", "", '<|python_tag|>brave_search.call(query="(a")',
+         (None, "", ({"name": "brave_search", "arguments": {"query": "(a"}},))),
+        ("llama3_json", "", '<|python_tag|>print(1)', (None, "<|python_tag|>print(1)", ())),
+        ("llama3_json", "", '<|python_tag|>{"name": "now", "parameters": {}}',
+         (None, "", ({"name": "now", "arguments": {}},))),
         ("functionary", "", '<function=now>{"a": 1}</function>', (None, "", ({"name": "now", "arguments": {"a": 1}},))),
         # without the marks around it, without the end of a value, with blanks that are not there in templates
         ("qwen3_coder", "", XML.removeprefix("<tool_call>\n"), (None, "", (CITY,))),
@@ -289,7 +295,8 @@ def test_pieces_of_random_texts_have_the_deltas_of_the_whole_and_nothing_is_lost
         assert all(joined(pieces, *arguments) == whole for pieces in cuts(text, i, two=False)), text
         is_plain = all(one.kind == "content" for one in whole) and not name == "openai"
         if is_plain and not any(
-            mark in text for mark in ("<|channel|>", "<|start|>", "<|message|>", "_RESPONSE|>")
+            mark in text
+            for mark in ("<|channel|>", "<|start|>", "<|message|>", "_RESPONSE|>", "_TEXT|>")
         ):
             assert "".join(one.text for one in whole) == text
 
