@@ -524,16 +524,24 @@ def in_float64(given, floats, options):
     return sum((y * w).sum() for y, w in zip((out, keys, values), WEIGHTS, strict=True))
 
 
-@pytest.mark.sampled
+CAP_AND_WINDOW = {"soft_cap": 2.0, "sliding_window": 4}
+
+
 @pytest.mark.parametrize(
-    ("pairs", "options"),
+    ("pairs", "options", "how"),
     [
-        pytest.param(None, {}, id="plain"),
-        pytest.param(8, {"soft_cap": 2.0, "sliding_window": 4}, id="cap and window"),
-        pytest.param(5, {"interleaved": True}, id="interleaved"),
+        pytest.param(None, {}, lambda f: f, id="eager-plain"),
+        pytest.param(8, CAP_AND_WINDOW, jax.jit, id="jit-cap and window"),
+        pytest.param(5, {"interleaved": True}, jax.jit, id="jit-interleaved"),
+        pytest.param(None, {}, jax.jit, id="jit-plain", marks=pytest.mark.extra),
+        pytest.param(
+            8, CAP_AND_WINDOW, lambda f: f, id="eager-cap and window", marks=pytest.mark.extra
+        ),
+        pytest.param(
+            5, {"interleaved": True}, lambda f: f, id="eager-interleaved", marks=pytest.mark.extra
+        ),
     ],
 )
-@pytest.mark.parametrize("how", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_derivatives(how, pairs, options):
     """As the definition's; along any line also as the differences that NumPy sees, and jvp's."""
     given = operands((5, 0), pairs=pairs)

@@ -115,7 +115,7 @@ def test_each_model_keeps_its_own_settings(pair):
         assert copy.config.max_position_embeddings == model.max_length != other.max_length
         assert jax.tree.map(mean, model, other).hf_config == model.hf_config
         assert jax.jit(lambda m: m)(model).generation == model.generation
-        gradient = jax.grad(lambda m: m(IDS).sum())(model)
+        gradient = jax.jit(jax.grad(lambda m: m(IDS).sum()))(model)
         assert jax.tree.map(lambda a, g: a - g, model, gradient).hf_config == model.hf_config
     two.hf_config = {**two.hf_config, "license": "mit"}
     assert "license" in jax.tree.map(mean, two, one).hf_config and "license" not in one.hf_config

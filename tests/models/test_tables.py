@@ -17,7 +17,12 @@ from tests.models.test_copies import CASES, ENCODERS, heads_of
 
 ROWS = 32001
 # Tied and untied heads, heads with a bias and without, tables of positions beside that of the tokens.
-RUN = ("llama", "gpt2", "gemma2", "phi", "falcon", "mamba2")
+RUN = (
+    "llama",
+    "gpt2",
+    "phi",
+    *(pytest.param(k, marks=pytest.mark.extra) for k in ("gemma2", "falcon", "mamba2")),
+)
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
 BERT = {**SMALL, "vocab_size": ROWS, "hidden_size": 16, "intermediate_size": 24}
 DISTIL = {"vocab_size": ROWS, "dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2}

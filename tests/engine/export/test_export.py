@@ -685,7 +685,7 @@ def test_models_as_arguments_under_jit_and_grad(net, path):
     program, state = load_exported(path), net.state_dict()
     loss = lambda state, h: jnp.sum(program({}, state, h, NET_ARGS[1]) ** 2)
     plain = lambda model, h: jnp.sum(model(h, NET_ARGS[1])[0] ** 2)
-    want = jax.grad(plain)(net, jnp.asarray(X)).raw_state_dict()
+    want = jax.jit(jax.grad(plain))(net, jnp.asarray(X)).raw_state_dict()
     for transform in (lambda f: f, jax.jit):
         found = transform(jax.grad(loss))(state, jnp.asarray(X))
         assert set(found) == set(state)
@@ -918,7 +918,7 @@ def test_under_jit_and_grad(net, path):
     def plain(model, x):
         return jnp.sum(model(x, caches)[0] ** 2)
 
-    want, want_x = jax.grad(plain, argnums=(0, 1))(net, x)
+    want, want_x = jax.jit(jax.grad(plain, argnums=(0, 1)))(net, x)
     for transform in (lambda f: f, jax.jit):
         found, found_x = transform(jax.grad(loss, argnums=(0, 1)))(state, x)
         assert set(found) == set(state)
