@@ -528,8 +528,15 @@ def test_a_function_of_jax_keeps_what_a_file_holds(made):
         assert np.asarray(value).tobytes() == tensors[name].tobytes()
 
 
-@pytest.mark.parametrize("case", ["bitsandbytes nf4", "bitsandbytes fp4"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("bitsandbytes nf4", AxisType.Auto),
+        ("bitsandbytes fp4", AxisType.Explicit),
+        pytest.param("bitsandbytes nf4", AxisType.Explicit, marks=pytest.mark.extra),
+        pytest.param("bitsandbytes fp4", AxisType.Auto, marks=pytest.mark.extra),
+    ],
+)
 def test_flat_tensors_of_bitsandbytes_are_matrices_in_memory(case, kind, tmp_path):
     """Devices hold parts of them, and files and state dicts have them as they were."""
     directory, _, tensors = repository(CASES[case], tmp_path, intermediate_size=256)
