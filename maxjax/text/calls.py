@@ -127,7 +127,8 @@ def _call(item: Any, call_id: str | None) -> Call | None:
     given = parsed(given) if isinstance(given, str) else given
     if not isinstance(name, str) or not name or not isinstance(given, dict):
         return None
-    given_id = item.get("id", item.get("tool_call_id", call_id))
+    # Command A's "tool_call_id" counts from 0 in every answer: it is no id among those of a chat.
+    given_id = item.get("id", call_id)
     return Call(name, given, given_id if isinstance(given_id, str) else call_id)
 
 

@@ -58,6 +58,18 @@ def test_formats_with_marks_are_read_without_their_name(name):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [("mistral_id", ["abcdefgh0", "abcdefgh1", "abcdefgh2"]), ("mistral_old", ["abcdefgh0", "abcdefgh1", "abcdefgh2"]),
+     ("kimi_k2", ["functions.math.add:0", "functions.math.add:1", "functions.now:2"]),
+     ("cohere_command3", [None] * 3), ("hermes", [None] * 3)],
+)  # fmt: skip
+def test_ids_that_formats_write_are_those_of_the_calls(name, ids):
+    (record,) = [one for one in records(name) if len(one["calls"]) == 3]
+    found = joined([record["text"]], HEADS[name]["format"], "", TOOLS)
+    assert [(one.index, one.id) for one in found if one.kind == "call"] == [*enumerate(ids)]
+
+
 def test_every_format_has_recorded_answers():
     names = {head["format"] for head in HEADS.values()}
     # Those without any are written as others are: the syntaxes are the same.
