@@ -253,7 +253,9 @@ def _page_by_page(
         is_new = turned((source >= 0).reshape(1, 1, 1, size, *(1,) * (array.ndim - 4)))
         old = jax.lax.dynamic_slice(array, begin, found.shape, allow_negative_indices=False)
         found = jnp.where(is_new, found, old)
-        return jax.lax.dynamic_update_slice(array, found, begin, allow_negative_indices=False)
+        return in_order(
+            jax.lax.dynamic_update_slice(array, found, begin, allow_negative_indices=False)
+        )
 
     count = jnp.sum(is_first, dtype=jnp.int32)
     return [turned(in_order(jax.lax.fori_loop(0, count, write, in_order(turned(array)))))]

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxjax.kernels import decode_attention, native
+from maxjax.kernels import decode_attention, divided_decode, native
 from maxjax.kernels.cache_read import pages_of
 from maxjax.kernels.cache_write import _page_by_page, _scattered, write_tokens
 from maxjax.kernels.decode import triton
+from maxjax.kernels.divided_decode import Divided
 from maxjax.kernels.tpu import paged_decode
 from maxjax.nn.kv_cache.slots import Latent, Slots
 from scripts.sharding_product import mesh_of
@@ -303,6 +305,52 @@ def test_derivatives_and_exports():
         lambda keys, values: decode_attention(**there | {"keys": keys, "values": values})[0]
     )
     np.testing.assert_allclose(both(**rows)[1], wanted[0], rtol=1e-6, atol=1e-6)
+
+
+DIVIDED = {
+    "floats": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "window": {"window": 6, "cap": 2.0},
+    "int8": {"dtype": "int8"},
+    "latent": {"is_shared": True, "heads": 1},
+    "latent int8": {"is_shared": True, "heads": 1, "dtype": "int8"},
+}
+
+
+def divided(dtype="float32", heads=2, window=0, cap=0.0, is_shared=False):
+    """Operands of attention to the tokens of three devices, of which the first text has one and the last none."""
+    rng = np.random.default_rng(0)
+    make = lambda dtype, *shape: jnp.asarray(9 * rng.standard_normal(shape), dtype)
+    count = 1 if is_shared else 2
+    pool = [make(dtype, L, PAGES, heads, SIZE, 16) for _ in range(count)]
+    if dtype == "int8":
+        pool += [make("float32", L, PAGES, heads, SIZE) / 9 for _ in range(count)]
+    static = Divided(0.1, window, cap, 3, is_shared, "float32")
+    q = make("bfloat16" if dtype == "bfloat16" else "float32", 5, 1, 6, 16)
+    ends = jnp.array([1, 2, 14, 58, 0], jnp.int32)
+    return static, q, ends, jnp.int32(1), jnp.asarray(table_of(5)), pool
+
+
+@pytest.mark.parametrize("kernel", [triton, paged_decode], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("which", DIVIDED)
+def test_parts_of_pages(which, kernel):
+    """Kernels, interpreted, and the definition, for each of the devices."""
+    static, q, ends, layer, table, pool = divided(**DIVIDED[which])
+    module = types.SimpleNamespace(
+        lacks=lambda *_: "", sums=functools.partial(kernel.sums, interpret=True)
+    )
+    run = functools.partial(divided_decode._kernel, module, lambda _: "", "")
+    for first in range(static.parts):
+        operands = q, ends, jnp.int32(first), layer, table, *pool
+        found, wanted = run(static, *operands), divided_decode._definition(static, *operands)
+        has_keys = np.asarray(ends) > first
+        for one, other in zip(found, wanted, strict=True):
+            assert one.shape == other.shape and one.dtype == other.dtype
+            rounding = 1e-2 if one.dtype == jnp.bfloat16 else 1e-5
+            one, other = (np.asarray(a, np.float32) for a in (one, other))
+            np.testing.assert_allclose(one[has_keys], other[has_keys], rtol=rounding, atol=rounding)
+            assert np.isfinite(one).all()
+        assert (np.asarray(found[1])[~has_keys] == jnp.finfo(jnp.float32).min).all()
 
 
 # --- writes and reads ---------------------------------------------------------------------------

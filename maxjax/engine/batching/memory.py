@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...graph.placement.arrays import platform_of, put
 from ...graph.placement.specs import mesh_of
 from ...kernels.tpu import paged_decode
-from ...nn.kv_cache.kinds import States
+from ...nn.kv_cache.kinds import KeysValues, States
+from ...nn.kv_cache.layout import page_layout
 from ..bucket import bucket
 from ..sampling.rows import Words
 from ..sampling.sequences import Sequences
@@ -41,8 +42,16 @@ def in_groups(model: Any, slots: int) -> tuple[int, int]:
 
 def page_size_of(model: Any) -> int:
     """The number of tokens of a page: that which the kernels of the model's devices read in place."""
-    place = mesh_of([model._sharding]) or model._sharding
-    return paged_decode.PAGE_SIZE if platform_of(place) == "tpu" else _PAGE_SIZE
+    mesh = mesh_of([model._sharding])
+    if platform_of(mesh or model._sharding) != "tpu":
+        return _PAGE_SIZE
+    kinds = [group.kind for group in model._groups.values()]
+    found = [paged_decode.PAGE_SIZE]
+    for kind in kinds:
+        if isinstance(kind, KeysValues) and not paged_decode.takes_any_page(kind.width):
+            layout = page_layout(mesh, 1, kind.query_heads or kind.heads, kind.heads, found[0])
+            found.append(found[0] * (1 if layout is None else layout.slots))
+    return max(found)
 
 
 def is_recurrent(model: Any) -> bool:

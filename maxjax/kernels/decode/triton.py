@@ -20,7 +20,7 @@ import numpy as np
 
 from ..gpu.triton import FLOATS, dot, power, too_many
 from ..pallas import result
-from .step import Options, mean, write_token, written
+from .step import Options, Written, mean, write_token, written
 
 # This many programs fill a GPU: four for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 528
@@ -94,7 +94,17 @@ def kernel(
         table: the pages of each sequence, int32 ``[B, M]``, if the caches are pools of pages.
         write: writes the new tokens, as ``write_token`` does.
     """
-    q, _, _, keys, values, layer, lengths, _, _, sinks, *_ = operands
+    q, lengths, sinks = operands[0], operands[6], operands[9]
+    step, top, total, mixed = sums(static, *operands, interpret=interpret, table=table, write=write)
+    return step.answer(mean(top, total, mixed, sinks), lengths, q.dtype)
+
+
+def sums(
+    static: Options, *operands: Any, interpret: bool = False, table: Any = None,
+    write: Callable[..., list[jax.Array]] = write_token,
+) -> tuple[Written, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The step after the write, and what :func:`~.step.mean` takes; arguments as for :func:`kernel`."""
+    q, _, _, keys, values, layer, lengths, *_ = operands
     step = written(static, *operands, write=write, table=table)
     caches = step.layers()
     is_shared = not values.ndim
@@ -116,7 +126,7 @@ def kernel(
     top = jnp.max(largest, axis=2)  # [B, K, G]
     weights = jnp.exp(largest - top[:, :, None])  # [B, K, splits, G]
     total, mixed = jnp.sum(total * weights, axis=2), jnp.sum(mixed * weights[..., None], axis=2)
-    return step.answer(mean(top, total, mixed, sinks), lengths, q.dtype)
+    return step, top, total, mixed
 
 
 def tiles(programs: int, group: int, width: int, slots: int, itemsize: int = 2) -> DecodeTiles:

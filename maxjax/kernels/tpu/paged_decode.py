@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..decode.step import Options, mean, written
+from ..decode.step import Options, Written, mean, write_token, written
 from ..pallas import result
 from .mosaic import LANES
 
@@ -30,9 +30,14 @@ _BYTES, _MOST_PAGES = 1 << 20, 8
 # The table is in the memory for scalars, which has 1 MiB.
 _MOST_ENTRIES = 1 << 17
 PAGE_SIZE = LANES
-"""The number of tokens of a page for which heads of any size, and the scales of int8 caches, are read in place."""
+"""The number of tokens of a page on a device for which any heads, and the scales of int8 caches, are read in place."""
 # The index of the slopes among the operands after the keys.
 _SLOPES = 6
+
+
+def takes_any_page(width: int) -> bool:
+    """Whether pages of any size of floats are read in place, for heads of so many numbers."""
+    return width % LANES == 0
 
 
 def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str:
@@ -52,7 +57,7 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
     if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
         return f"queries are {q.dtype} and the cache is {keys.dtype}"
     # XLA would lay out keys, or scales, with the pages last.
-    if (width % LANES or keys.dtype == np.dtype("int8")) and size % LANES:
+    if size % LANES and (not takes_any_page(width) or keys.dtype == np.dtype("int8")):
         return f"pages are [{size}, {width}], and {LANES} divides neither"
     if heads * size * width * keys.dtype.itemsize > _BYTES:
         return f"a page has more than {_BYTES:,} bytes of keys"
@@ -74,7 +79,17 @@ def kernel(
         write: writes the new tokens, as ``write_token`` does.
         interpret: argument of ``pallas_call`` that runs the kernel on another platform.
     """
-    q, _, _, keys, values, layer, lengths, _, _, sinks, *_ = operands
+    q, lengths, sinks = operands[0], operands[6], operands[9]
+    step, top, total, mixed = sums(static, *operands, table=table, write=write, interpret=interpret)
+    return step.answer(mean(top, total, mixed, sinks), lengths, q.dtype)
+
+
+def sums(
+    static: Options, *operands: Any, table: jax.Array,
+    write: Callable[..., list[jax.Array]] = write_token, interpret: Any = False,
+) -> tuple[Written, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The step after the write, and what ``mean`` takes; arguments as for :func:`kernel`."""
+    q, _, _, keys, values, layer, lengths, *_ = operands
     step = written(static, *operands, write=write, table=table)
     caches = step.layers()
     is_shared = not values.ndim
@@ -94,7 +109,7 @@ def kernel(
     mixed, largest, total = _call(static, count, is_shared, turned, interpret)(
         layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *pools
     )
-    return step.answer(mean(largest[..., 0], total[..., 0], mixed, sinks), lengths, q.dtype)
+    return step, largest[..., 0], total[..., 0], mixed
 
 
 @functools.lru_cache(maxsize=256)

@@ -32,6 +32,7 @@ from ...kernels.attention import (
     weighted_values,
 )
 from ...kernels.blocked_attention import Attending
+from ...kernels.divided_decode import Divided, divided_decode, own_pages
 from ...kernels.sinks import with_sinks
 from ...nn.attention.both_ways import both_ways
 from ...nn.kv_cache.kinds import Place, States
@@ -428,9 +429,40 @@ class _Attention(NamedTuple):
             q, k, v = jax.tree.map(lambda a: a[:, None], (q, k, v))
         if k is not None:
             pool = self._written_to_pages(k, v, pool, layer, part)
-        cache, numbers = self._pages(pool, layer, part)
-        y = self.attend(q, cache, 0, context.rows_of_positions, numbers, part)
+        if is_step and has_kernel and part is not None and self._is_divided_evenly(part):
+            y = self._decode_divided(q, pool, layer, part)
+        else:
+            cache, numbers = self._pages(pool, layer, part)
+            y = self.attend(q, cache, 0, context.rows_of_positions, numbers, part)
         return (y[:, 0] if is_step else y), pool
+
+    def _is_divided_evenly(self, part: CachePart) -> bool:
+        """Whether each device with the same KV heads has equally many tokens of a window."""
+        return part.slots > 1 and (self.mask.window or 0) % part.slots == 0
+
+    def _decode_divided(self, q: jax.Array, pool: Slots, layer: Any, part: CachePart) -> jax.Array:
+        """Attend from the new token ``[B, 1, H, D]`` to those tokens of pages that are on this device."""
+        scores, table = self.scores, self.context.table
+        assert table is not None
+        static = Divided(
+            scores.scale, self.mask.window or 0, scores.soft_cap or 0.0, part.slots, pool.is_shared,
+            jnp.dtype(DType.of(scores.dtype).np).name,
+        )  # fmt: skip
+        y, sums = divided_decode(
+            q, jax.tree.leaves(pool), self.context.ends[:, 0], part.first, layer=layer, table=table,
+            static=static,
+        )  # fmt: skip
+        return self._merged(y, sums, part)
+
+    def _merged(self, y: jax.Array, sums: jax.Array, part: CachePart) -> jax.Array:
+        """The result of attention to the tokens of all devices, from this device's with its log-sum-exps."""
+        sinks = self.scores.sinks
+        if sinks is not None:  # one more term of the softmax, which only one device adds
+            lowest = jnp.finfo(sums.dtype).min
+            added = jnp.where(part.first == 0, sinks.astype(sums.dtype), lowest)
+            added = jnp.broadcast_to(added, sums.shape)
+            y, sums = with_sinks(y, sums, added), jnp.logaddexp(sums, added)
+        return part.results(y, sums)
 
     def _written_to_pages(
         self, k: jax.Array, v: jax.Array, pool: Slots, layer: Any, part: CachePart | None
@@ -457,14 +489,8 @@ class _Attention(NamedTuple):
         table = self.context.table
         assert table is not None
         numbers = _numbers(part, table.shape[1] * pool.size)[None]
-        # A page may have been that of a text whose numbers were not finite.
-        is_own = (numbers < self.context.ends)[:, None]  # [B, 1, S]
-
-        def own(array: jax.Array) -> jax.Array:
-            mask = is_own.reshape(*is_own.shape, *(1,) * (array.ndim - 3))
-            return jnp.where(mask, array, jnp.zeros_like(array))[None]
-
-        return [own(a) for a in pool.pages(layer, table)], numbers
+        found = own_pages(pool.arrays, layer, table, numbers, self.context.ends)
+        return found, numbers
 
     def _by_row(self, layout: CacheLayout, batch: int) -> tuple[ForwardContext, Any]:
         """The context without what differs between layers, and the PartitionSpecs of its arrays."""
@@ -647,13 +673,7 @@ class _Attention(NamedTuple):
         if part is None and is_tapped("weights"):
             return self._attend_by_weights(*where, width, repeats)
         if part is not None and part.slots > 1:
-            y, sums = partial_attention(*where, **options)
-            if sinks is not None:  # one more term of the softmax, which only one device adds
-                lowest = jnp.finfo(sums.dtype).min
-                added = jnp.where(part.first == 0, sinks.astype(sums.dtype), lowest)
-                added = jnp.broadcast_to(added, sums.shape)
-                y, sums = with_sinks(y, sums, added), jnp.logaddexp(sums, added)
-            return part.results(y, sums)
+            return self._merged(*partial_attention(*where, **options), part)
         division = self._division(layout)
         y = causal_attention(
             *where, **options, sinks=sinks, repeats=repeats,
