@@ -169,6 +169,30 @@ def test_kernels_of_other_platforms(which, kernel, monkeypatch):
         np.testing.assert_allclose(*arrays, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
+def test_a_tpu_reads_some_heads_of_a_large_page_at_a_time(is_int8, monkeypatch):
+    given = contiguous(heads=48, kv_heads=24, sinks=True)
+    if is_int8:
+        given, _ = narrowed(given)
+    there = paged(given, table_of(4))
+    keys = there["keys"]
+    bytes_of_head = SIZE * keys.shape[4] * keys.dtype.itemsize
+    monkeypatch.setattr(paged_decode, "_BYTES", 13 * bytes_of_head)
+    # Scales of complete rows of registers, eight heads each.
+    assert paged_decode._heads_at_once(keys) == (8 if is_int8 else 12)
+
+    def interpreted(static, *operands):
+        *rest, table = operands
+        write = functools.partial(attention._write_pages, table)
+        return paged_decode.kernel(static, *rest, table=table, write=write, interpret=True)
+
+    expected = definition_of(attention.paged_definition, monkeypatch, decode_attention, there)
+    found = definition_of(interpreted, monkeypatch, decode_attention, there)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(paged_decode, "_BYTES", bytes_of_head - 1)
+    assert paged_decode._heads_at_once(keys) == 0
+
+
 def definition_of(function, monkeypatch, run, given):
     """The result of attention whose operation is this function."""
     monkeypatch.setattr(

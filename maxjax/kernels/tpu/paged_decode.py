@@ -1,9 +1,9 @@
 """Decode attention to pages on TPUs: a kernel in Mosaic.
 
-A program attends from the new token of one sequence to a few of its pages. Index maps find these pages in the
-table, so that Pallas reads them in place, in the pool of all layers, while the program before computes
-(as in the paged attention of vLLM, W. Kwon et al., arXiv:2309.06180). Pages that hold nothing that the token
-attends to are not read.
+A program attends from the new token of one sequence to a few of its pages, for some or all KV heads. Index maps
+find these pages in the table, so that Pallas reads them in place, in the pool of all layers, while the program
+before computes (as in the paged attention of vLLM, W. Kwon et al., arXiv:2309.06180). Pages that hold nothing that
+the token attends to are not read.
 
 Shapes: L layers, B sequences, K KV heads, G query heads of each, N pages of P tokens, M pages of a sequence,
 head dimension D.
@@ -25,7 +25,8 @@ from .mosaic import LANES
 
 _FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16))
 _LOWEST = float(np.finfo(np.float32).min)
-# Bytes of keys that a program reads, and the most pages; twice as many are in VMEM, and as many of values.
+# Bytes of keys that a program reads, and the most pages; twice as many are in VMEM, and as many of values. A page that
+# has more is read by several programs.
 _BYTES, _MOST_PAGES = 1 << 20, 8
 # The table is in the memory for scalars, which has 1 MiB.
 _MOST_ENTRIES = 1 << 17
@@ -51,7 +52,7 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
         >>> lacks(options, shape(1, 2, 4, 32), one, one, shape(9, 2, 64, 32), table)
         'pages are [64, 32], and 128 divides neither'
     """
-    *_, heads, size, width = keys.shape
+    *_, size, width = keys.shape
     if rest[_SLOPES:-1] and rest[_SLOPES].size:
         return "scores have a bias of the distance"
     if q.dtype not in _FLOATS or keys.dtype not in (*_FLOATS, np.dtype("int8")):
@@ -59,11 +60,21 @@ def lacks(static: Options, q: Any, k: Any, v: Any, keys: Any, *rest: Any) -> str
     # XLA would lay out keys, or scales, with the pages last.
     if size % LANES and (not takes_any_page(width) or keys.dtype == np.dtype("int8")):
         return f"pages are [{size}, {width}], and {LANES} divides neither"
-    if heads * size * width * keys.dtype.itemsize > _BYTES:
-        return f"a page has more than {_BYTES:,} bytes of keys"
+    if not _heads_at_once(keys):
+        return f"some KV heads of a page have more than {_BYTES:,} bytes of keys"
     if rest[-1].size > _MOST_ENTRIES:
         return f"the table has {rest[-1].size:,} entries, at most {_MOST_ENTRIES:,}"
     return ""
+
+
+def _heads_at_once(keys: Any) -> int:
+    """The number of KV heads of a page that a program reads; 0 if there is none."""
+    *_, heads, size, width = keys.shape
+    most = _BYTES // (size * width * keys.dtype.itemsize)
+    # A part of the scales, whose heads are the rows of registers, has complete ones.
+    each = 8 if keys.dtype == np.dtype("int8") else 1
+    fits = lambda n: heads % n == 0 and (n == heads or n % each == 0)
+    return max(filter(fits, range(1, min(heads, most) + 1)), default=0)
 
 
 def kernel(
@@ -95,8 +106,10 @@ def sums(
     is_shared = not values.ndim
     if is_shared:  # the keys and their scales, once
         caches = caches[::2]
-    heads, size, width = keys.shape[-3:]
-    count = min(table.shape[1], _MOST_PAGES, _BYTES // (heads * size * width * keys.dtype.itemsize))
+    size, width = keys.shape[-2:]
+    heads = _heads_at_once(keys) or keys.shape[-3]
+    page = heads * size * width * keys.dtype.itemsize
+    count = min(table.shape[1], _MOST_PAGES, max(_BYTES // page, 1))
     # 16-bit queries are rounded, as everywhere else on a TPU; the scale multiplies the scores instead.
     queries = step.q.astype(q.dtype)
     # For heads of other widths XLA lays out the pool with the slots last in memory, so that no row is padded.
@@ -106,14 +119,16 @@ def sums(
     first = jnp.zeros_like(last)
     if static.window:
         first = jnp.clip((lengths + 1 - static.window) // size, 0, last)
-    mixed, largest, total = _call(static, count, is_shared, turned, interpret)(
+    mixed, largest, total = _call(static, count, heads, is_shared, turned, interpret)(
         layer.reshape(1), lengths, first, last, table.reshape(-1), queries, *pools
     )
     return step, largest[..., 0], total[..., 0], mixed
 
 
 @functools.lru_cache(maxsize=256)
-def _call(static: Options, count: int, is_shared: bool, turned: bool, interpret: Any) -> Any:
+def _call(
+    static: Options, count: int, each_heads: int, is_shared: bool, turned: bool, interpret: Any
+) -> Any:
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import tpu
 
@@ -126,25 +141,25 @@ def _call(static: Options, count: int, is_shared: bool, turned: bool, interpret:
 
         def of_page(i: int, rank: int) -> Any:
             def place(
-                b: Any, j: Any, layer: Any, lengths: Any, first: Any, last: Any, table: Any
+                b: Any, h: Any, j: Any, layer: Any, lengths: Any, first: Any, last: Any, table: Any
             ) -> Any:
                 # After the last page the number stays, so that nothing is read.
                 entry = jnp.minimum(first[b] + j * count + i, last[b])
                 page = jnp.clip(table[b * each + entry], 0, pages - 1)
-                return layer[0], page, *(0,) * (rank - 2)
+                return layer[0], page, h, *(0,) * (rank - 3)
 
             return place
 
-        def of_sequence(b: Any, *_: Any) -> Any:
-            return b, 0, 0, 0
+        def of_sequence(b: Any, h: Any, *_: Any) -> Any:
+            return b, h, 0, 0
 
         one = pl.squeezed
         by_page = [
-            pl.BlockSpec((one, one, *a.shape[2:]), of_page(i, a.ndim))
+            pl.BlockSpec((one, one, each_heads, *a.shape[3:]), of_page(i, a.ndim))
             for a in arrays
             for i in range(count)
         ]
-        rows = lambda n: pl.BlockSpec((one, heads, group, n), of_sequence)
+        rows = lambda n: pl.BlockSpec((one, each_heads, group, n), of_sequence)
         out = lambda n: result((batch, heads, group, n), q)
         # As many steps as the longest sequence needs.
         steps = jnp.max(last - first) // count + 1
@@ -155,12 +170,14 @@ def _call(static: Options, count: int, is_shared: bool, turned: bool, interpret:
             functools.partial(_program, static, count, each, pages, is_shared, turned),
             grid_spec=tpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
-                grid=(batch, steps),
+                grid=(batch, heads // each_heads, steps),
                 in_specs=[rows(width), *by_page],
                 out_specs=[rows(width), rows(1), rows(1)],
             ),
             out_shape=[out(width), out(1), out(1)],
-            compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+            compiler_params=tpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary")
+            ),
             interpret=interpret,
             name="maxjax_paged_decode_attention",
         )(layer, lengths, first, last, table, q, *[a for a in arrays for _ in range(count)])
@@ -178,7 +195,7 @@ def _program(
     *arrays, mixed, largest, total = refs
     keys, *rest = [arrays[i : i + count] for i in range(0, len(arrays), count)]
     values, *scales = [keys, *rest, *rest] if is_shared else rest
-    row, step = pl.program_id(0), pl.program_id(1)
+    row, step = pl.program_id(0), pl.program_id(2)
     begin, size = first[row] + step * count, keys[0].shape[2 if turned else 1]
 
     @pl.when(step == 0)
