@@ -92,6 +92,34 @@ def lowered(mesh, division=None, length=T):
     return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
+def pages_lowered(mesh, division=None):
+    """The program for TPUs that writes to pages on a mesh that splits the heads."""
+    where = lambda *axes: None if mesh is None else jax.NamedSharding(mesh, jax.P(*axes))
+    of = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where(*spec))
+    place, table = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, 3), jnp.int32)
+
+    def run(array, new):
+        return write_tokens(array, new, jnp.int32(0), place, division=division, table=table)
+
+    traced = jax.jit(run).trace(
+        of((None, None, "model"), L, 8, K, 128, D), of((None, None, "model"), B, T, K, D)
+    )
+    return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_programs_for_tpus_write_pages_on_each_device():
+    update, kinds = "stablehlo.dynamic_update_slice", jax.sharding.AxisType
+    assert update in pages_lowered(None)
+    auto, typed = (
+        jax.make_mesh((2,), ("model",), (kind,)) for kind in (kinds.Auto, kinds.Explicit)
+    )
+    division = explicit.Division.of(auto, [(), (), ("model",), (), ()])
+    for text in (pages_lowered(typed), pages_lowered(auto, division)):
+        # The tokens are last in memory.
+        assert update in text and f"tensor<{L}x8x{K // 2}x{D}x128xbf16>" in text
+    assert update not in pages_lowered(auto)
+
+
 def test_what_programs_for_tpus_do():
     rows = "stablehlo.dynamic_update_slice"
     assert rows in lowered(None) and rows not in lowered(None, length=S + 1)
