@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import heartbeat
-from .errors import PeerLostError, ProgramMismatchError, UserInputError
+from .errors import ProgramMismatchError, UserInputError
 from .heartbeat import Coordinator, coordinator
 
 # Settings that affect how XLA compiles the same code. Dump folders and logging may differ between
@@ -231,7 +231,7 @@ class Rounds:
         self.given = True
         arrived = client.key_value_increment(f"{prefix}/count", 1)
         if arrived > _LEFT:
-            raise PeerLostError(
+            raise heartbeat.lost(
                 "this process came too late: another one had stopped waiting for it"
             )
         if arrived < len(self.members):
@@ -279,7 +279,7 @@ class Rounds:
                 )
             else:
                 problem = f"the process that arrived last has not answered in {timeout:g} s. "
-            raise PeerLostError(
+            raise heartbeat.lost(
                 f"{phase}: {problem}It is busy, hangs, or runs another program: see its own output."
             )
         self._done()

@@ -19,6 +19,7 @@ from typing import Any
 from . import heartbeat
 from .agreement import agreed as agreed
 from .agreement import same_program as same_program
+from .coordination import service_in_another_process
 from .errors import PeerLostError, ProgramMismatchError, UserInputError, checked_integer, first_line
 
 RETRY_SECONDS = 0.2
@@ -81,7 +82,7 @@ def initialize(
         local_device_ids: ids of the GPUs that this process may use; None for all of them.
         initialization_timeout: whole seconds to wait for the coordinator and the other processes.
         heartbeat_timeout: whole seconds without a heartbeat after which a process is considered
-            dead and JAX ends all others.
+            dead and all others are ended.
         shutdown_timeout: whole seconds that a finished process waits for the others; then JAX
             ends all of them, including those that are still running.
         arrival_timeout: whole seconds that a call which all processes make together
@@ -129,7 +130,7 @@ def initialize(
         process_id=process_id,
         local_device_ids=local_device_ids,
         initialization_timeout=seconds_left,
-        heartbeat_timeout_seconds=heartbeat_timeout,
+        heartbeat_timeout_seconds=heartbeat.timeout_of_jax(heartbeat_timeout),
         shutdown_timeout_seconds=shutdown_timeout,
         coordinator_bind_address=bind,
     )
@@ -152,8 +153,8 @@ def watch(phase: str) -> Iterator[None]:
 
     Only errors that reach Python inside the block are translated: JAX computes asynchronously, so
     wait for results (``jax.block_until_ready``) inside. Other errors pass through, and in a program
-    of one process all do. If JAX itself notices the loss first, it ends this process instead, at
-    most about a second after ``heartbeat_timeout``; if process 0 is lost, usually at once.
+    of one process all do. A loss that does not reach Python ends this process after
+    ``heartbeat_timeout``, with a line on stderr and exit status 1.
 
     Raises:
         PeerLostError: another process closed its connection or did not answer. The message
@@ -191,7 +192,7 @@ def translated(phase: str, error: BaseException) -> Exception | None:
     advice = (
         f"Or it runs another program. {_COMPARE}" if _SILENT.search(text) else heartbeat.RESTART
     )
-    return PeerLostError(
+    return heartbeat.lost(
         f"{phase}: {_lost_process(text)} is gone or does not answer ({reason}). {advice}"
     )
 
@@ -315,7 +316,8 @@ def _start(**arguments: Any) -> None:
     import jax
 
     try:
-        jax.distributed.initialize(**arguments)
+        with service_in_another_process():
+            jax.distributed.initialize(**arguments)
     except (ValueError, TypeError) as error:
         raise UserInputError(
             f"JAX cannot start as one of several processes: {error} Outside Slurm, Open MPI, "

@@ -172,7 +172,7 @@ class Lockstep:
         """Raises an error if another process has reported one."""
         if "lost" in found:
             self._is_over = True
-            raise PeerLostError(found["lost"])
+            raise heartbeat.lost(found["lost"])
         if "error" in found:
             self._is_over = True
             raise PeerFailedError(f"{self.call}: {found['error']}")

@@ -502,9 +502,12 @@ def test_the_survivor_ends_soon(tmp_path, scenario, victim):
         if (scenario, victim) == ("gather", 1):
             assert message.startswith("gather: process 1 is gone or does not answer"), message
             assert "PeerLostError: gather: process 1" in survivor.log()
-        else:  # JAX may have been faster; with nothing to do for Python there is no exception
+        else:  # with nothing to do for Python there is no exception
             assert message is None or scenario == "gather"
-            assert "the JAX distributed service detected fatal errors" in survivor.log()
+            assert (
+                f"PeerLostError: process {victim} gave no sign of life" in survivor.log() or message
+            )
+        assert survivor.process.returncode == 1 and "stack trace" not in survivor.log()
 
 
 @pytest.mark.sampled(1)
@@ -535,7 +538,7 @@ def test_a_frozen_peer(tmp_path):
             worker.wait_until_ready()
         both[1].process.send_signal(signal.SIGSTOP)
         assert both[0].process.wait(HEARTBEAT + BOUND + LOADED) != 0
-        assert "stopped sending heartbeats" in both[0].log()
+        assert "PeerLostError: process 1 gave no sign of life" in both[0].log()
 
 
 @pytest.mark.extra

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each layer: its packages and single files; the longest name that fits a file is its own.
 LAYERS = [
     # what the rest is written in
-    """errors elsewhere completion reloads lazy absent columns patterns paths heartbeat agreement progress
+    """errors elsewhere completion reloads lazy absent columns patterns paths coordination heartbeat agreement progress
     distributed lockstep dtype driver cache_folder native_library rendering
     graph/dim graph/shape graph/device""",
     "storage",  # bytes on disk to named arrays, and back

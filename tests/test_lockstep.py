@@ -4,7 +4,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -195,26 +195,89 @@ def test_others_may_be_lost():
         heartbeat.check(store, "adding", [0, 3])
 
 
-def test_a_heart_stops():
-    store = Store()
-    first, other = (heartbeat.Heart(store, process, 1.0) for process in (0, 1))
-    for heart in (first, other):
-        heart._thread.start()
-    time.sleep(0.4)
+@pytest.fixture
+def hearts(monkeypatch) -> Iterator[Callable[..., Any]]:
+    """Makes two running hearts of one store; the times at which they end the process, which they do not, are kept."""
+    made: list[heartbeat.Heart] = []
+
+    def two(timeout: float) -> tuple[Store, list[heartbeat.Heart], list[float]]:
+        store, ended = Store(), []
+        monkeypatch.setattr(heartbeat, "_end", lambda: ended.append(time.monotonic()))
+        monkeypatch.setattr(heartbeat, "_has_lost", False)
+        made.extend(heartbeat.Heart(store, process, timeout) for process in (0, 1))
+        for heart in made:
+            for thread in heart._threads:
+                thread.start()
+        return store, made, ended
+
+    yield two
+    for heart in made:
+        heart._stopped.set()
+
+
+def test_a_heart_stops(hearts):
+    store, (first, other), ended = hearts(2.0)
+    time.sleep(0.8)
     heartbeat.check(store, "adding", [0, 1])
     other._stopped.set()  # as if killed: it sends no more heartbeats
     deadline = time.monotonic() + 10
     while f"{heartbeat._GONE}1" not in store.values and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert store.values[f"{heartbeat._GONE}1"] == "gave no sign of life for 0.3 s"
+    assert store.values[f"{heartbeat._GONE}1"] == "gave no sign of life for 0.6 s"
     first.stop()
-    assert store.values[f"{heartbeat._GONE}0"] == "has ended"
+    assert store.values[f"{heartbeat._GONE}0"] == "has ended" and not ended
 
 
-def test_who_is_silent_is_named_before_jax_ends_the_others():
-    """JAX's own heartbeats come every half of its timeout: it may end them half of it after a death."""
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_does_not_wait_is_ended_when_the_time_is_over(hearts, victim, capsys):
+    """The loss of process 0 too, which the others notice by themselves."""
+    _, both, ended = hearts(1.0)
+    time.sleep(0.2)
+    both[victim]._stopped.set()
+    died = time.monotonic()
+    while not ended and time.monotonic() < died + 20:
+        time.sleep(0.02)
+    both[1 - victim]._stopped.set()
+    assert ended[0] - died > 0.9
+    line = f"maxjax.errors.PeerLostError: process {victim} gave no sign of life for 1 s. Its own output"
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_who_has_ended_is_not_dead(hearts):
+    _, (first, other), ended = hearts(0.4)
+    time.sleep(0.2)
+    other.stop()
+    time.sleep(1.2)
+    first._stopped.set()
+    assert not ended
+
+
+def test_a_service_that_does_not_answer(hearts, capsys):
+    """Its machine is gone: calls wait for ever."""
+    store, both, ended = hearts(0.4)
+    back = threading.Event()
+    store.key_value_dir_get = lambda key: [] if back.wait() else []
+    deadline = time.monotonic() + 20
+    while len(ended) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for heart in both:
+        heart._stopped.set()
+    back.set()
+    assert len(ended) >= 2
+    assert "process 0, which has the coordination service, gave" in capsys.readouterr().err
+
+
+def test_after_a_loss_nobody_waits_for_the_others(hearts):
+    store, (first, _), ended = hearts(2.0)
+    assert isinstance(heartbeat.lost("one is gone"), PeerLostError)
+    first.stop()
+    assert ended
+
+
+def test_who_is_silent_is_named_before_the_others_end():
+    """Also before JAX ends them, whose heartbeats come every half of its timeout."""
     store, timeout, gone = Store(), 20.0, f"{heartbeat._GONE}1"
-    store.key_value_set(f"{heartbeat._ALIVE}1", "7")
+    store.key_value_set(f"{heartbeat._ALIVE}1/beats", "7")
     heart = heartbeat.Heart(store, 0, timeout)
     now = heart._interval  # the worst case: the last beat was just before the death
     heart._watch(now)
@@ -222,6 +285,7 @@ def test_who_is_silent_is_named_before_jax_ends_the_others():
         now += heart._interval
         heart._watch(now)
     assert timeout / 4 < now < timeout / 2 - agreement._WAIT_MS / 1000
+    assert heartbeat.timeout_of_jax(int(timeout)) / 2 > timeout
 
 
 def test_rounds_of_different_processes_do_not_meet():
