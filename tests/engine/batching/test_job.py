@@ -1,5 +1,6 @@
 """Jobs: a file of prompts becomes a file of answers, each line once, however often they are interrupted."""
 
+import fcntl
 import json
 import os
 import signal
@@ -121,6 +122,16 @@ def test_what_is_no_file(engine, tmp_path):
         with pytest.raises(UserInputError, match="regular file"):
             run_job(engine, path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_two_processes_with_one_output(engine, tmp_path):
+    """The second one is refused: their lines would be doubled."""
+    source, target = asked(tmp_path / "in", 2), tmp_path / "out"
+    with target.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserInputError, match="another process is writing it"):
+            run_job(engine, source, target)
+    assert run_job(engine, source, target).answers == 2
 
 
 def test_strange_lines(engine, tmp_path):
