@@ -9,6 +9,7 @@ Shapes: B texts of a call, T tokens of each, N tokens of several texts, M pages 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -317,7 +318,7 @@ def decode(
     """
 
     def call(state: _Decoding) -> Any:
-        cache = texts._replace(lengths=state.lengths).cache(state.memory)
+        cache = replace(own, pool=state.memory.pool, lengths=state.lengths)
         counts = state.active.astype(jnp.int32)
         return tapped(
             model, patches, lambda: model(state.last[:, None], cache, lengths=counts, last=True)
@@ -355,6 +356,11 @@ def decode(
         )
 
     none = jnp.zeros(active.shape, jnp.int32)
+    of_all = texts.cache(memory)
+    own = (
+        of_all.of_sequences()
+    )  # recurrent states are taken from their rows, and put back, once for all steps
+    memory = placed(EngineMemory(own.pool, memory.words), shardings)
     start = _Decoding(jnp.int32(0), memory, last, texts.lengths, active, none > 0, none, None, {})
 
     def one_step() -> Any:
@@ -368,7 +374,8 @@ def decode(
         start = start._replace(recorded=jax.tree.map(partial(zeros, MAX_STEPS), taps))
     end = jax.lax.while_loop(more, step, start)
     # XLA gives the results of a loop other shardings than its body says.
-    memory = placed(end.memory, shardings)
+    pool = of_all.put_back(end.memory.pool)
+    memory = placed(EngineMemory(pool, end.memory.words), shardings)
     written = DispatchTokens(end.samples.tokens, end.counts, ~end.active, end.bad, end.samples)
     return (memory, jax.tree.map(lambda a: replicated(a, shardings), written)), end.recorded
 

@@ -118,7 +118,8 @@ class PagedCache:
         pool: the pool, with these sequences and others.
         table: the pages of each sequence in their order, int32 ``[B, M]``; other numbers than 0 to N - 1 are no page.
         lengths: number of stored tokens of each sequence, int32 ``[B]``.
-        rows: row of each sequence in the recurrent states, int32 ``[B]``; R for a sequence that is padding.
+        rows: row of each sequence in the recurrent states, int32 ``[B]``; R for a sequence that is padding. None: the
+            states are those of these sequences (:meth:`of_sequences`).
         text_lengths: as in ``KVCache``: the length for which RoPE rotates the keys of each sequence, int32 ``[B]``;
             None for models whose RoPE does not depend on it.
         is_ragged: whether several sequences of the call are tokens of the same text, one after the other: each token
@@ -128,7 +129,7 @@ class PagedCache:
     pool: PagePool
     table: jax.Array
     lengths: jax.Array
-    rows: jax.Array
+    rows: jax.Array | None
     text_lengths: jax.Array | None = None
     is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -145,10 +146,21 @@ class PagedCache:
     @property
     def states(self) -> dict[str, Any]:
         """The states by the name of the group: whole pools, and the recurrent states of the sequences of the call."""
+        if self.rows is None:
+            return dict(self.pool.states)
         return {
             name: self._of_rows(state) if isinstance(state, Recurrent) else state
             for name, state in self.pool.states.items()
         }
+
+    def of_sequences(self) -> PagedCache:
+        """A copy with the recurrent states of these sequences alone, for several calls before :meth:`put_back`."""
+        pool = dataclasses.replace(self.pool, states=self.states)
+        return dataclasses.replace(self, pool=pool, rows=None)
+
+    def put_back(self, pool: PagePool) -> PagePool:
+        """The pool with the states after calls of what :meth:`of_sequences` has returned, whose pool is ``pool``."""
+        return self.with_states(pool.states, self.lengths).pool
 
     def _of_rows(self, state: Recurrent) -> Recurrent:
         """The states of the sequences; zeros for those without tokens, whose row had another one before."""
@@ -167,6 +179,7 @@ class PagedCache:
     def _by_part(self, array: jax.Array) -> tuple[jax.Array, jax.Array]:
         """States ``[L, G, R / G, ...]``, and the rows ``[G, B / G]`` of the sequences in their part."""
         parts = self.pool.parts
+        assert self.rows is not None
         size = array.shape[1] // parts
         rows = jnp.where(self.rows < array.shape[1], self.rows % size, size)
         return array.reshape(array.shape[0], parts, size, *array.shape[2:]), rows.reshape(parts, -1)
@@ -175,7 +188,7 @@ class PagedCache:
         """A copy with the states after a call, and other lengths."""
         found = dict(self.pool.states)
         for name, state in states.items():
-            if isinstance(state, Recurrent):
+            if isinstance(state, Recurrent) and self.rows is not None:
                 old = self.pool.states[name]
                 assert isinstance(old, Recurrent)
                 state = Recurrent(
