@@ -248,7 +248,7 @@ def _packed_mixture(model: str, layers: int, packed: str, tpu: str) -> list[tupl
     cases = (
         made("decode", mesh={"model": 8}, batch=1),
         made("decode", mesh={"expert": 8}, batch=64),
-        made("read", mesh={"expert": 8}, batch=8),
+        made("read", mesh={"expert": 8}, batch=8, tokens=256),
     )
     return [(topology, case) for topology in ("h200:8", tpu) for case in cases]
 
