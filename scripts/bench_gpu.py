@@ -16,7 +16,6 @@ Weights are in bfloat16 unless quantised. The 8 B model needs about 40 GB. --qui
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import re
@@ -35,8 +34,9 @@ import jax.numpy as jnp
 import maxjax
 from maxjax import init
 from maxjax.cli.bench import weight_bytes
+from maxjax.engine.batching.memory import page_size_of
 from maxjax.models import Llama, LlamaConfig
-from maxjax.nn import KVCache
+from maxjax.nn.kv_cache.pages import PagedCache
 
 # Llama 3.1 8B and Llama 3.2 1B.
 _SHARED = {
@@ -74,8 +74,18 @@ def median(run: Callable[[], Any], rounds: int) -> float:
 # --- maxjax
 
 
+def paged(model: Llama, batch: int, most: int, kind: str, length: int = 0) -> PagedCache:
+    """A cache of pages, as maxjax.generate has it, for sequences of up to ``most`` tokens; each has ``length``."""
+    size = page_size_of(model)
+    each = -(-most // size)
+    pool = model.page_pool(batch * each, size, batch, kind)
+    table = jnp.arange(batch * each, dtype=jnp.int32).reshape(batch, each)
+    lengths = jnp.full(batch, length, jnp.int32)
+    return PagedCache(pool, table, lengths, jnp.arange(batch, dtype=jnp.int32))
+
+
 @functools.partial(jax.jit, donate_argnums=2)
-def step(model: Llama, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+def step(model: Llama, tokens: jax.Array, cache: PagedCache) -> tuple[jax.Array, PagedCache]:
     """Tokens of each sequence → logits of the next token, and the new cache."""
     return model(tokens, cache, last=True)
 
@@ -95,13 +105,12 @@ def compiled(jobs: dict[Any, Job]) -> dict[Any, Any]:
 def decode(model: Llama, batch: int, context: int, steps: int, kind: str, profile: bool) -> Job:
     """Seconds of a decode step, from many that are awaited together, and the bytes that it has to read."""
     slots = -(-(context + 4 * steps + 8) // 256) * 256
-    cache = jax.eval_shape(lambda: model.cache(batch, slots, kind))
+    cache = jax.eval_shape(lambda: paged(model, batch, slots, kind))
     tokens = jnp.arange(batch, dtype=jnp.int32)[:, None]
 
     def run(program: jax.stages.Compiled) -> tuple[float, int]:
-        cache = model.cache(batch, slots, kind)
-        cache = dataclasses.replace(cache, lengths=jnp.full(batch, context, jnp.int32))
-        of_slot = sum(a.nbytes for a in jax.tree.leaves(cache.full)) // cache.capacity
+        cache = paged(model, batch, slots, kind, context)
+        of_slot = sum(a.nbytes for a in jax.tree.leaves(cache.pool)) // cache.capacity
         one = lambda cache: program(model, tokens, cache)
         seconds = repeated(one, cache, steps, profile)
         return seconds, weight_bytes(model, batch) + context * of_slot
@@ -112,17 +121,17 @@ def decode(model: Llama, batch: int, context: int, steps: int, kind: str, profil
 def prefill(model: Llama, length: int, rounds: int, profile: bool) -> Job:
     """Seconds of a prompt in chunks."""
     ids = jnp.zeros((1, CHUNK), jnp.int32)
-    cache = jax.eval_shape(lambda: model.cache(1, length, "bfloat16"))
+    cache = jax.eval_shape(lambda: paged(model, 1, length, "bfloat16"))
 
     def run(program: jax.stages.Compiled) -> float:
         def once() -> Any:
-            logits, cache = None, model.cache(1, length, "bfloat16")
+            logits, cache = None, paged(model, 1, length, "bfloat16")
             for _ in range(length // CHUNK):
                 logits, cache = program(model, ids, cache)
             return logits
 
         if profile:
-            longest(lambda cache: program(model, ids, cache), model.cache(1, length, "bfloat16"))
+            longest(lambda cache: program(model, ids, cache), paged(model, 1, length, "bfloat16"))
         return median(once, rounds)
 
     return step.lower(model, ids, cache), run
@@ -308,7 +317,7 @@ def measure(name: str, config: dict[str, Any], options: argparse.Namespace) -> N
     model = init(Llama(LlamaConfig.from_dict(config), "bfloat16"), jax.random.key(0))
     model.stack_for()  # as maxjax.load does
     tokens = jnp.zeros((1, 1), jnp.int32)
-    program = step.lower(model, tokens, model.cache(1, 2048, "bfloat16")).compile()
+    program = step.lower(model, tokens, paged(model, 1, 2048, "bfloat16")).compile()
     least = config["hidden_size"] * config["num_key_value_heads"] * config["head_dim"]
     print(f"{name}: copies in a decode step: {copied(program, least):,} bytes  wanted 0")
     floats: dict[Any, float] = {}
