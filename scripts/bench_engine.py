@@ -15,6 +15,7 @@ busy     share of the slots that write, until the last prompt has started and ov
          one step in each dispatch, and with the most, so that nothing depends on times
 prefix   time to the first token of 64 prompts with a common beginning, second over first
 speculation  tokens a second of one stream with guesses over without; and whether the text is the same
+schemas  seconds of answers with a JSON schema over those of the same lengths without; and of all, if two have one
 python   seconds of Python for a step of all slots, with a model of no size
 adapters tokens a second with four LoRA adapters of rank 16 of all linear layers, one in each slot, over none
 """
@@ -270,6 +271,62 @@ def speculation(model: Any, options: argparse.Namespace) -> None:
         engine.close()
 
 
+def drawn_schema(rng: np.random.Generator) -> dict[str, Any]:
+    """A schema of an object whose values have at most a few characters."""
+    kinds = [
+        {"type": "integer", "minimum": -20, "maximum": 20},
+        {"type": "boolean"},
+        {"type": "string", "maxLength": 12},
+        {"enum": ["red", "blue", "green"]},
+        {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3},
+    ]
+    names = ["name", "colour", "count", "is_open", "places", "size"][: rng.integers(2, 7)]
+    each = {name: kinds[rng.integers(len(kinds))] for name in names}
+    return {"type": "object", "properties": each, "required": names, "additionalProperties": False}
+
+
+def schemas(options: argparse.Namespace) -> None:
+    """Answers with a schema each over answers of the same lengths without, and what schemas cost others."""
+    dtype = random_llama.CONFIG_DTYPES[options.type]
+    model, tokenizer = maxjax.load(options.model or "tiny", dtype=dtype)
+    rng = np.random.default_rng(3)
+    drawn = [drawn_schema(rng) for _ in range(2 * options.slots)]
+    prompts = [f"Describe house number {i} in JSON." for i in range(len(drawn))]
+    hot = {"temperature": 1.0}
+    with maxjax.Engine(model, tokenizer, slots=options.slots) as engine:
+
+        def run(jobs: list[dict[str, Any]]) -> tuple[float, float, list[int]]:
+            """The wall and CPU seconds for these answers, and the numbers of their tokens."""
+            wall, cpu = time.perf_counter(), time.process_time()
+            keys = [jax.random.key(i) for i in range(len(jobs))]
+            each = zip(prompts, keys, jobs, strict=True)
+            answers = [engine.submit(p, key=key, **hot, **job) for p, key, job in each]
+            counts = [len(answer.result().tokens) for answer in answers]
+            return time.perf_counter() - wall, time.process_time() - cpu, counts
+
+        engine._worker.call(compile_plain)
+        with_schema = [{"schema": one, "max_new_tokens": 400} for one in drawn]
+        _, _, counts = run(with_schema)
+        plain = [{"max_new_tokens": count, "eos_ids": ()} for count in counts]
+        # Two answers have a schema, and all others are long.
+        long = [{"max_new_tokens": 64, "eos_ids": ()} for _ in drawn]
+        beside = [{"regex": "[a-z ]{300}", "max_new_tokens": 64} for _ in drawn[:2]] + long[2:]
+        for name, job, other in (("all", with_schema, plain), ("two of all", beside, long)):
+            run(job), run(other)
+            pairs = []
+            for number in range(options.pairs):
+                found = {}
+                for which in (0, 1)[:: 1 if number % 2 else -1]:
+                    found[which] = run((job, other)[which])
+                assert found[0][2] == found[1][2]
+                pairs.append([found[0][i] / found[1][i] for i in (0, 1)])
+            wall, cpu = (statistics.median(pair) for pair in zip(*pairs, strict=True))
+            print(
+                f"schemas    {name} of {len(drawn)} answers have one: seconds {wall:.3f}, CPU seconds {cpu:.3f}, "
+                "over the same lengths without", flush=True,
+            )  # fmt: skip
+
+
 def model_of_no_size() -> Any:
     config = maxjax.models.LlamaConfig(64, 8, 8, num_hidden_layers=1, num_attention_heads=1)
     return maxjax.init(maxjax.models.Llama(config), jax.random.key(0))
@@ -315,10 +372,12 @@ def main() -> None:
     parser.add_argument("--type", default="BF16", choices=random_llama.DTYPES)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts")
     parser.add_argument(
-        "--only", choices=("batches", "busy", "prefix", "adapters", "speculation", "python")
+        "--only",
+        choices=("batches", "busy", "prefix", "adapters", "speculation", "schemas", "python"),
     )
     parser.add_argument(
-        "--model", help="a chat model for speculation, of whose file a quantised one is the draft"
+        "--model",
+        help="a chat model for speculation and schemas, of whose file a quantised one is the draft",
     )
     options = parser.parse_args()
     if options.quick:
@@ -337,6 +396,8 @@ def main() -> None:
                 speculation(model, options)
     if options.only in (None, "busy"):
         busy(options)
+    if options.only in (None, "schemas"):
+        schemas(options)
     if options.only in (None, "python"):
         python(options)
 

@@ -11,7 +11,8 @@ import pydantic
 import pytest
 
 import maxjax
-from maxjax.engine.batching.programs import decode, read_tokens
+from maxjax.engine.batching.calls import compiled_count
+from maxjax.engine.batching.programs import decode, read, read_tokens
 from maxjax.errors import UserInputError
 
 
@@ -79,6 +80,10 @@ def test_drawn_schemas(engine, count):
     engine.submit("Hi", schema={"type": "null"}).result()
     engine.submit("Hi", schema={"type": "string", "maxLength": 3}, temperature=1.0).result()
     options = {"max_new_tokens": 200, "temperature": 1.5}
+    # Prompts of other lengths need other programs, with grammars or without.
+    for i in range(4):
+        [engine.submit(f"What is {j} + 1?", max_new_tokens=2) for j in range(2**i)][-1].result()
+    before = compiled_count(decode, read, read_tokens)
     answers = [
         engine.submit(f"What is {i} + 1?", schema=schema, key=jax.random.key(i), **options)
         for i, schema in enumerate(schemas)
@@ -87,6 +92,7 @@ def test_drawn_schemas(engine, count):
         text = answer.result()
         assert text.finish_reason == "stop", (schema, text)
         jsonschema.validate(json.loads(text), schema)
+    assert compiled_count(decode, read, read_tokens) == before
 
 
 def test_the_three_forms(engine):
