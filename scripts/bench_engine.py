@@ -304,13 +304,14 @@ def schemas(options: argparse.Namespace) -> None:
             counts = [len(answer.result().tokens) for answer in answers]
             return time.perf_counter() - wall, time.process_time() - cpu, counts
 
-        engine._worker.call(compile_plain)
+        if not options.quick:
+            engine._worker.call(compile_plain)
         with_schema = [{"schema": one, "max_new_tokens": 400} for one in drawn]
         _, _, counts = run(with_schema)
         plain = [{"max_new_tokens": count, "eos_ids": ()} for count in counts]
         # Two answers have a schema, and all others are long.
         long = [{"max_new_tokens": 64, "eos_ids": ()} for _ in drawn]
-        beside = [{"regex": "[a-z ]{300}", "max_new_tokens": 64} for _ in drawn[:2]] + long[2:]
+        beside = [{"regex": "[a-z ]{1000}", "max_new_tokens": 64} for _ in drawn[:2]] + long[2:]
         for name, job, other in (("all", with_schema, plain), ("two of all", beside, long)):
             run(job), run(other)
             pairs = []

@@ -25,6 +25,7 @@ def compile_programs(scheduler: Scheduler) -> int:
             scheduler.memory.set_words(scheduler.slots, [], [])
         for has_adapters in _adapter_programs(scheduler):
             count += _compile(scheduler, has_adapters)
+    count += scheduler.memory.compile_snapshots()
     if isinstance(scheduler.speculation, Drafts):
         count += scheduler.speculation.compile()
     if not had_words:

@@ -29,7 +29,7 @@ from .answer import Branch, PendingAnswer
 from .compile import compile_programs
 from .draft import check_speculation
 from .grammar import matcher_of
-from .memory import in_groups, page_size_of
+from .memory import in_groups, page_size_of, rows_of_states
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
 from .scheduler import Scheduler
@@ -492,13 +492,13 @@ def page_count(
     page_size = page_size_of(model)
     if cache_bytes is None:
         return slots // groups * -(-min(model.max_length, _TOKENS) // page_size)
-    size = size_in_bytes(cache_bytes, "cache_bytes")
+    size, rows = size_in_bytes(cache_bytes, "cache_bytes"), rows_of_states(model, slots)
     one, two = (
         sum(
             held_bytes(leaf.sharding, leaf.shape, leaf.dtype.itemsize)
             for one in (model, draft)
             if one is not None
-            for leaf in jax.tree.leaves(one.page_pool(n, page_size, slots, dtype, abstract=True))
+            for leaf in jax.tree.leaves(one.page_pool(n, page_size, rows, dtype, abstract=True))
         )
         for n in (groups, 2 * groups)
     )

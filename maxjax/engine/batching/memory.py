@@ -6,6 +6,7 @@ are those in its part of the pool, and a text stays in its group.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..shardings import shardings_on_mesh
 from .pages import Key, Pages
 from .programs import EngineMemory, moved, resized_words, start_words
 from .running import RunningText
+from .snapshots import LEAST_PAGES, Snapshots, copied, recurrent_states, snapshot_count
 
 # The number of tokens of a page, where no kernel needs more.
 _PAGE_SIZE = 64
@@ -52,6 +54,12 @@ def page_size_of(model: Any) -> int:
             layout = page_layout(mesh, 1, kind.query_heads or kind.heads, kind.heads, found[0])
             found.append(found[0] * (1 if layout is None else layout.slots))
     return max(found)
+
+
+def rows_of_states(model: Any, slots: int) -> int:
+    """The number of states of texts that there is room for: those of slots, and snapshots."""
+    has_snapshots = is_recurrent(model) and mesh_of([model._sharding]) is None
+    return slots + (snapshot_count(slots) if has_snapshots else 0)
 
 
 def is_recurrent(model: Any) -> bool:
@@ -104,6 +112,9 @@ class TextMemory:
         most = self._most * self.page_size if each else _LONGEST_AT_FIRST
         self._longest = min(model.max_length, most)
         self._free = [[*range((g + 1) * rows - 1, g * rows - 1, -1)] for g in range(self.groups)]
+        self._snapshots = self._states = None
+        if self.is_recurrent and self.shardings is None:
+            self._snapshots = Snapshots(snapshot_count(slots))
 
     def _pool(self, count: int) -> Any:
         """A pool of so many pages in each group."""
@@ -115,6 +126,7 @@ class TextMemory:
         """Frees the memory on the devices."""
         if hasattr(self, "arrays"):
             del self.arrays
+            self._states = None
 
     # --- numbers
 
@@ -170,7 +182,7 @@ class TextMemory:
 
     def keys(self, text: RunningText, count: int) -> list[Key]:
         """The keys of the pages of a text's first tokens; none if pages are not shared."""
-        if self.is_recurrent or text.is_lazy:
+        if text.is_lazy or (self.is_recurrent and self._snapshots is None):
             return []
         salt = repr((text.salt, text.loaded, text.text_length)).encode()
         return self._pages[0].keys(text.tokens[:count], salt, text.keys or ())
@@ -182,6 +194,56 @@ class TextMemory:
     def publish(self, text: RunningText, keys: Sequence[Key]) -> None:
         """Gives the pages of a text these keys."""
         self._pages[self.group_of(text)].publish(text.pages, keys)
+
+    # --- states of recurrent layers
+
+    def _find_state(self, text: RunningText, keys: Sequence[Key]) -> tuple[list[Key], int | None]:
+        """The keys of the first pages of a text that can be shared, and the row of the state after them."""
+        if self._snapshots is None:
+            return list(keys), None
+        known = self.pages.known(keys) if self.count else len(keys)
+        pages, row = self._snapshots.find(keys, known) or (0, None)
+        ends = self._snapshots.common(keys), len(keys)
+        text.cuts = [n * self.page_size for n in ends if n > pages and n >= LEAST_PAGES]
+        return list(keys[:pages]), row
+
+    def keep_state(self, text: RunningText) -> None:
+        """Keeps the state of a text whose reading has come to one of its cuts."""
+        assert self._snapshots is not None and text.keys is not None
+        row = self._snapshots.add(text.keys[: text.stored // self.page_size])
+        if row is not None:
+            self._copy_to_snapshots(row, text.slot)
+
+    def _copy_to_snapshots(self, row: int, slot: Any) -> None:
+        assert self._snapshots is not None
+        if self._states is None:
+            pool = self.model.page_pool(1, self.page_size, self._snapshots.count, self.cache_dtype)
+            self._states = recurrent_states(pool)
+        states = recurrent_states(self.arrays.pool)
+        self._states = copied(self._states, states, np.int32(row), np.int32(slot))
+
+    def _copy_to_slots(self, slot: int, row: int) -> None:
+        pool = self.arrays.pool
+        states = copied(recurrent_states(pool), self._states, np.int32(slot), np.int32(row))
+        pool = dataclasses.replace(pool, states={**pool.states, **states})
+        self.arrays = self.arrays._replace(pool=pool)
+
+    def compile_snapshots(self) -> int:
+        """Compiles the programs that keep and restore states; returns their number."""
+        if self._snapshots is None:
+            return 0
+        # A row that there is not: nothing is written.
+        self._copy_to_snapshots(self._snapshots.count, 0)
+        self._copy_to_slots(self.slots, 0)
+        return 2
+
+    def is_state_coming(self, text: RunningText, others: Sequence[RunningText]) -> bool:
+        """Whether one of the others, which are being read, will keep a state that this text can begin with."""
+        own = set(text.keys or ())
+        cuts = (
+            (one, cut // self.page_size) for one in others for cut in one.cuts if cut > one.stored
+        )
+        return any((one.keys or ())[pages - 1] in own for one, pages in cuts)
 
     # --- slots and pages
 
@@ -197,10 +259,13 @@ class TextMemory:
         groups = [g for g in range(self.groups) if self._free[g]]
         # The group that has most of its beginning, and of these the one with the fewest texts.
         for g in sorted(groups, key=lambda g: (-self._pages[g].known(keys), -len(self._free[g]))):
-            text.slot, text.pages = self._free[g].pop(), self._pages[g].share(keys)
-            text.stored = len(text.pages) * self.page_size
+            shared, row = self._find_state(text, keys)
+            text.slot, text.pages = self._free[g].pop(), self._pages[g].share(shared)
+            text.stored = (len(text.pages) if row is None else len(shared)) * self.page_size
             if self.add_pages(text, size):
                 self.hits += text.stored
+                if row is not None:
+                    self._copy_to_slots(text.slot, row)
                 return True
             self.release(text)
         return False
@@ -231,9 +296,11 @@ class TextMemory:
         group = self.group_of(text)
         if not is_valid:
             self._pages[group].withdraw(text.pages)
+            if self._snapshots is not None:
+                self._snapshots.drop(text.keys or ())
         self._pages[group].release(text.pages)
         self._free[group].append(text.slot)
-        text.slot, text.pages, text.stored = None, [], 0
+        text.slot, text.pages, text.stored, text.cuts = None, [], 0, []
 
     def take_over(self, text: RunningText, before: RunningText) -> None:
         """Gives a text the slot of another one, and the pages of the tokens with which both begin."""

@@ -30,7 +30,8 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> Re
     room, pieces = chunk, []
     for text in running:
         if text.stage is Stage.READING and room > 0:
-            count = min(text.unread, room)
+            until = next((cut for cut in text.cuts if cut > text.stored), len(text.tokens))
+            count = min(until - text.stored, room)
             if text.scores_prompt:  # all of their logits are in memory
                 fits = chunk_of(calls.memory.groups, chunk, calls.vocab_size)
                 count = min(count, max(fits, calls.memory.page_size))
@@ -152,6 +153,8 @@ def _mark_read(calls: Calls, text: RunningText, count: int) -> None:
     text.recorded = max(text.recorded, text.stored)
     assert text.keys is not None
     calls.memory.publish(text, text.keys[: text.stored // calls.memory.page_size])
+    if text.stored in text.cuts:
+        calls.memory.keep_state(text)
 
 
 def _take_first(calls: Calls, texts: Sequence[RunningText | None], sampled: Any) -> int:

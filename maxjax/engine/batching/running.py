@@ -87,6 +87,7 @@ class RunningText:
         recorded: the largest number that ``stored`` has had: what captures have seen.
         slot, pages: what it has of the engine's memory.
         keys: what its full pages are known by; None until the scheduler has computed them.
+        cuts: numbers of tokens after which a piece of reading ends, as the state of recurrent layers is kept there.
         is_cancelled: whether it is to end as it is.
         has_last_token: whether the last of its tokens is there, whose text may still have to be made.
         received: tokens whose text has not been made: dispatches, and the text's row in each.
@@ -118,6 +119,7 @@ class RunningText:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.keys: list[Key] | None = None
+        self.cuts: list[int] = []
         self.text_length: tuple[int, int] = (0, 0)
         self.is_lazy, self.after = is_lazy, after
         self.is_cancelled = self.has_last_token = False

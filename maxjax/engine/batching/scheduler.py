@@ -288,11 +288,12 @@ class Scheduler:
         assert text.keys is not None
         if text.scores_prompt:
             return False
+        others = [one for one in self.running if one.stage is Stage.READING]
+        if self.memory.is_recurrent:
+            return self.memory.is_state_coming(text, others)
         missing = next((key for key in text.keys if not self.memory.has(key)), None)
         return missing is not None and any(
-            missing in (one.keys or ())[one.stored // self.memory.page_size :]
-            for one in self.running
-            if one.stage is Stage.READING
+            missing in (one.keys or ())[one.stored // self.memory.page_size :] for one in others
         )
 
     def _release(self, text: RunningText) -> None:
