@@ -99,16 +99,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in chosen]
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[object]:
-    """Imports modules and tests without garbage collection: what they make stays."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
-
-
 def pytest_collection_finish() -> None:
     """Excludes the imported modules and tests from garbage collection, as they stay."""
     gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ..text.chat import apply_chat_template
+from ..text.chat import chat_prompt
 from .asked import Asked
 from .errors import RequestError, checking
 from .fields import DetokenizeRequest, TokenizeRequest, decoded
@@ -40,7 +40,7 @@ async def tokenize(asked: Asked) -> dict[str, Any]:
         options = dict(body.chat_template_kwargs or {})
         if body.tools:
             options["tools"] = tools_of(body.tools)
-        make = lambda: apply_chat_template(
+        make = lambda: chat_prompt(
             tokenizer, chat, add_generation_prompt=body.add_generation_prompt, **options
         )
         with checking():

@@ -195,64 +195,68 @@ def _applied(
         if _READS_NONE.search(template):
             # Some that test it fail with it all the same, such as Ministral 3's.
             with suppress(UserInputError):
-                return _with_calls(use, template, values, messages)
+                return use(template, {**values, "messages": messages})
         messages = [_message(i, message, set()) for i, message in enumerate(listed)]
-    return _with_calls(use, template, values, messages)
+    return use(template, {**values, "messages": messages})
 
 
-def _with_calls(
-    use: Callable[[str, dict[str, Any]], Any],
-    template: str,
-    values: Mapping[str, Any],
-    messages: list[dict[str, Any]],
-) -> Any:
-    """What ``use`` makes of messages, with the arguments of calls as dicts or, where the template needs it, as JSON.
+def chat_prompt(tokenizer: Any, messages: Iterable[Any], **options: Any) -> str:
+    """The prompt of a chat that is to be answered: :func:`apply_chat_template`, also for calls in OpenAI's form.
 
-    Most templates take dicts. Some add the arguments to a text: with a dict they fail, or write it as Python does.
+    OpenAI's API has the arguments of a call as JSON text. Most templates take them as dicts, and some as text. If the
+    template fails with the given form, encodes a text twice or prints a dict as Python does, it gets the other form.
     """
-    given: list[dict[str, Any]] = []
-    dicts = [_with_arguments(message, given.append, lambda value: value) for message in messages]
-    if not given:
-        return use(template, {**values, "messages": messages})
+    listed = items_of(messages, "messages", "a list of dicts with 'role' and 'content'")
+    given: list[Any] = []
+    other = [_with_other_arguments(message, given.append) for message in listed]
     found = error = None
     try:
-        found = use(template, {**values, "messages": dicts})
+        found = apply_chat_template(tokenizer, listed, **options)
     except UserInputError as raised:
         error = raised
-    else:
-        text = found.text if isinstance(found, ChatText) else found
-        if not any(one and repr(one) in text for one in given):
-            return found
-    texts = [_with_arguments(message, given.append, json_of) for message in messages]
-    with suppress(UserInputError):
-        return use(template, {**values, "messages": texts})
+    if given and (found is None or any(_is_garbled(one, found) for one in given)):
+        with suppress(UserInputError):
+            return apply_chat_template(tokenizer, other, **options)
     if error is not None:
         raise error
+    assert found is not None
     return found
 
 
-def _with_arguments(
-    message: dict[str, Any], take: Callable[[dict[str, Any]], None], form: Callable[[Any], Any]
-) -> dict[str, Any]:
-    """The message with the arguments of its calls, which ``take`` gets as dicts, in another form."""
+def _is_garbled(arguments: Any, text: str) -> bool:
+    """Whether a prompt has the arguments of a call in a form that no model was trained on."""
+    if isinstance(arguments, str):
+        return any(
+            json.dumps(arguments, ensure_ascii=is_ascii) in text for is_ascii in (False, True)
+        )
+    return (
+        bool(arguments) and repr(dict(arguments)) in text and repr(arguments) != json_of(arguments)
+    )
 
-    def formed(call: Any) -> Any:
+
+def _with_other_arguments(message: Any, take: Callable[[Any], None]) -> Any:
+    """The message with dicts for the JSON texts of arguments of calls, and the reverse; ``take`` gets what was given."""
+
+    def other(call: Any) -> Any:
         call = call if isinstance(call, Mapping) else fields_of(call) or call
         if not isinstance(call, Mapping):
             return call
         if "function" in call:
-            return {**call, "function": formed(call["function"])}
+            return {**call, "function": other(call["function"])}
         value = call.get("arguments")
-        value = parsed(value) if isinstance(value, str) else value
-        if not isinstance(value, Mapping):
+        changed = json_of(value) if isinstance(value, Mapping) else None
+        if isinstance(value, str):
+            changed = parsed(value) if value.strip() else {}
+        if changed is None or not isinstance(changed, (str, dict)):
             return call
-        take(dict(value))
-        return {**call, "arguments": form(dict(value))}
+        take(value)
+        return {**call, "arguments": changed}
 
-    calls = message.get("tool_calls")
+    message = message if isinstance(message, Mapping) else fields_of(message) or message
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, (list, tuple)):
         return message
-    return {**message, "tool_calls": [formed(call) for call in calls]}
+    return {**message, "tool_calls": [other(call) for call in calls]}
 
 
 def _continued(template: str, values: dict[str, Any], key: str) -> str:

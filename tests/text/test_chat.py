@@ -18,7 +18,7 @@ from maxjax.errors import (
     UserInputError,
 )
 from maxjax.models.gguf import gguf_tokenizer_metadata
-from maxjax.text.chat import apply_chat_template, tokenize_chat
+from maxjax.text.chat import apply_chat_template, chat_prompt, tokenize_chat
 from maxjax.text.template import sandbox
 from maxjax.text.template.render import render
 from maxjax.text.tokenizer.tokenizer import gguf_tokenizer, load_tokenizer
@@ -180,25 +180,29 @@ def called(arguments, **keys):
     return {**CALL, "tool_calls": [{**CALL["tool_calls"][0], "function": function, **keys}]}
 
 
-@pytest.mark.parametrize("name", ["Llama 3", "Qwen 2.5", "Qwen 3", "Mistral"])
+@pytest.mark.parametrize("name", ["Llama 3", "Qwen 2.5", "Mistral"])
 def test_arguments_of_calls_may_be_json_as_in_openais_api(tokenizer, name):
     def shown(call):
-        return apply_chat_template(
-            tokenizer, [USER, call, RESULT], chat_template=chat_templates.ALL[name]
-        )
+        return chat_prompt(tokenizer, [USER, call, RESULT], chat_template=chat_templates.ALL[name])
 
     assert shown(called('{"é":[1,null]}')) == shown(CALL)
-    assert shown(called("{}")) == shown(called({}))
+    assert shown(called("{}")) == shown(called("")) == shown(called({}))
     assert shown(CALL) != shown(called("no JSON"))  # as it is
+
+
+def test_a_template_that_takes_json_gets_it_as_it_is(tokenizer):
+    """Qwen 3's prints a text as it is: apply_chat_template and chat_prompt agree with transformers."""
+    chat = [USER, called('{"é":[1,null]}'), RESULT]
+    options = {"chat_template": chat_templates.ALL["Qwen 3"]}
+    shown = chat_prompt(tokenizer, chat, **options)
+    assert '{"é":[1,null]}' in shown and shown == apply_chat_template(tokenizer, chat, **options)
 
 
 @pytest.mark.parametrize("template", WRITES_TEXT)
 def test_templates_that_add_arguments_to_a_text_get_json(tokenizer, template):
-    for arguments in ({"é": [1, None]}, '{"é":[1,null]}'):
+    for arguments in ({"é": [1, None]}, '{"é": [1, null]}'):
         messages = [called(arguments)]
-        assert (
-            apply_chat_template(tokenizer, messages, chat_template=template) == 'f{"é": [1, null]}'
-        )
+        assert chat_prompt(tokenizer, messages, chat_template=template) == 'f{"é": [1, null]}'
         assert messages == [called(arguments)]
 
 

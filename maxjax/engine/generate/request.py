@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import UserInputError, checked_integer
 from ...lockstep import Lockstep
 from ...models.weights import model_facts
-from ...text.chat import apply_chat_template, is_message
+from ...text.chat import chat_prompt, is_message
 from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..sampling.penalties import check_tokens
 from ..sampling.sequences import check_sequences
@@ -131,7 +131,7 @@ class Request:
 
     def of_messages(self, messages: Iterable[Any], **options: Any) -> Prompt:
         """Format and encode the messages of a chat; the template writes the special tokens."""
-        text = apply_chat_template(self.tokenizer, messages, **self.template_kwargs | options)
+        text = chat_prompt(self.tokenizer, messages, **self.template_kwargs | options)
         return Prompt(self.tokenizer.encode(text, special=False), text, True)
 
     def _of_text(self, text: str, which: str) -> Prompt:
@@ -223,7 +223,7 @@ def _is_chat(chat: bool | None, tokenizer: Any, template_kwargs: Mapping[str, An
 
 
 def _warn_if_formatted(tokenizer: Any, text: str, which: str) -> bool:
-    """Warn if a text has special tokens, as one that ``apply_chat_template`` has returned; return whether."""
+    """Warn if a text has special tokens, as one that ``chat_prompt`` has returned; return whether."""
     found = next((special for special in tokenizer.special_ids if special in text), None)
     if found is not None:
         _LOG.warning(
