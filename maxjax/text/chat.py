@@ -235,7 +235,7 @@ def _is_garbled(arguments: Any, text: str) -> bool:
 
 
 def _with_other_arguments(message: Any, take: Callable[[Any], None]) -> Any:
-    """The message with dicts for the JSON texts of arguments of calls, and the reverse; ``take`` gets what was given."""
+    """The message with the arguments of its calls in the other form: dicts for texts, and the reverse."""
 
     def other(call: Any) -> Any:
         call = call if isinstance(call, Mapping) else fields_of(call) or call
