@@ -76,7 +76,7 @@ class PendingAnswer:
         for function in callbacks:
             try:
                 function(self)
-            except Exception:  # it is the caller's, and other answers go on
+            except BaseException:  # it is the caller's, SystemExit too, and other answers go on
                 _LOG.exception("a callback of an answer has raised an error")
 
     def _notify(self) -> None:

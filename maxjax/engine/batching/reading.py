@@ -176,5 +176,5 @@ def _take_first(calls: Calls, texts: Sequence[RunningText | None], sampled: Any)
             text.stage = Stage.WRITING
             text.receive(first, row)
             if not text.is_lazy:
-                text.take()
+                text.take(calls.together.is_shared)
     return int(found.is_near_tie[read].sum())

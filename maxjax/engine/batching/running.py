@@ -162,10 +162,19 @@ class RunningText:
         )
         self.received.append((found, row))
 
-    def take(self) -> None:
-        """Tells the pieces of the tokens that it has received; it may end with one of them."""
-        for piece in self.pieces():
-            self._on_text(piece)
+    def take(self, is_shared: bool) -> None:
+        """Tells the pieces of the tokens that it has received; it may end with one of them.
+
+        An error, as of the tokenizer, ends this text alone. If it ``is_shared``, written by several processes together,
+        the error is raised, as the others do not have it.
+        """
+        try:
+            for piece in self.pieces():
+                self._on_text(piece)
+        except Exception as error:
+            if is_shared:
+                raise
+            self.end(error)
 
     def pieces(self) -> Iterator[str]:
         """The text of the received tokens, lazily: a token is added to the answer when its piece is asked for."""
@@ -215,8 +224,12 @@ class RunningText:
         if self.stage is Stage.ENDED:
             return
         self.stage, self.error = Stage.ENDED, error
-        if error is None and (rest := self.partial.flush()):
-            self._on_text(rest)
+        if error is None:
+            try:
+                if rest := self.partial.flush():
+                    self._on_text(rest)
+            except Exception as problem:  # of the tokenizer
+                self.error = problem
         self._on_end(self)
 
     def wait_again(self) -> None:

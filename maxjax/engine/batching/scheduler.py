@@ -195,7 +195,7 @@ class Scheduler:
             self._dispatch()  # the devices write while the host makes text of these tokens
         for text in texts:
             if not text.is_lazy:
-                text.take()
+                text.take(self.calls.together.is_shared)
         self._release_ended()
 
     def close(self) -> None:
