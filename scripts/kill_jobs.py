@@ -166,13 +166,13 @@ def main() -> int:
             before = found
         subprocess.run(command(source, target), check=True, stderr=subprocess.DEVNULL)
         problems += differences(lines(target), expected, before, True)
+        print(*problems, sep="\n")
+        print(
+            f"{options.prompts:,} prompts, {kills} kills: {cut} left a line that was cut, {late} runs had ended before;"
+            f" {len(problems)} problems"
+        )
         if options.memory:
             memory(folder, [10, 100] if options.quick else [1_000, 100_000])
-    print(*problems, sep="\n")
-    print(
-        f"{options.prompts:,} prompts, {kills} kills: {cut} left a line that was cut, {late} runs had ended before;"
-        f" {len(problems)} problems"
-    )
     return int(bool(problems))
 
 
