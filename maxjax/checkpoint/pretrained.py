@@ -126,7 +126,7 @@ def save_pretrained(
                 rest = stack.enter_context(unloaded.open())
                 data |= {name: rest[name].data() for name in unloaded.names if name not in data}
         elif isinstance(model, PretrainedModel):
-            data = model.family.names.write(data)
+            data = model.tensor_names.write(data)
         packed = next((name for name, one in data.items() if one.is_packed), None)
         if packed is not None and isinstance(model, PretrainedModel) and together.is_leader:
             _LOG.warning(

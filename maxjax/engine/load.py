@@ -62,6 +62,7 @@ def load(
     limits: Limits | None = None,
     tokenizer: bool = True,
     tie: bool | None = None,
+    mtp: bool = False,
     activations: Literal["int8", "float"] | None = None,
     compile: None = None,
 ) -> tuple[PretrainedModel, Tokenizer | None]: ...
@@ -83,6 +84,7 @@ def load(
     limits: Limits | None = None,
     tokenizer: bool = True,
     tie: bool | None = None,
+    mtp: bool = False,
     activations: Literal["int8", "float"] | None = None,
     compile: Sequence[Any],
 ) -> tuple[PretrainedModel, Tokenizer | None, Model]: ...
@@ -103,6 +105,7 @@ def load(
     limits: Limits | None = None,
     tokenizer: bool = True,
     tie: bool | None = None,
+    mtp: bool = False,
     activations: Literal["int8", "float"] | None = None,
     compile: Sequence[Any] | None = None,
     **unknown: Any,
@@ -145,6 +148,8 @@ def load(
         tie: whether the output head is tied to the embedding table; True ignores a head in the
             file. None follows the config, unless the file has a head with other values: then the
             two are not tied, and a warning says so.
+        mtp: whether to load the model's layer of multi-token prediction too, with which
+            ``speculation="mtp"`` guesses tokens. By default it is left out.
         activations: how kernels for CPUs multiply with quantised weights: ``"int8"`` rounds the
             activations to 8 bits in groups of 32 numbers, much as llama.cpp does; ``"float"`` keeps
             float activations, which takes several times as long. The default, None, is
@@ -161,8 +166,8 @@ def load(
             subclass says which, and the message says where.
         UnsupportedModelError: the model has an architecture that maxjax does not support.
         UserInputError: an argument is invalid: ``dtype`` or ``reduce_dtype`` is not a float dtype,
-            ``activations`` is neither "int8" nor "float", ``revision`` is given for a path, or ``rules``
-            do not fit the model or have no mesh.
+            ``activations`` is neither "int8" nor "float", ``revision`` is given for a path, ``rules``
+            do not fit the model or have no mesh, or ``mtp`` is not supported for the model.
         TypeError: an argument is unknown; the message suggests the right name if it can.
         ProgramMismatchError: the checkpoint or the mesh is not the same in all processes.
         PeerFailedError, PeerLostError: another process could not load its part, or has ended.
@@ -193,7 +198,7 @@ def load(
         def once() -> Any:
             nonlocal compared
             weights, model, text = _prepared(
-                path, config, verify, cast_to, reduce, mesh, rules, tie, activations, tokenizer
+                path, config, verify, cast_to, reduce, mesh, rules, tie, mtp, activations, tokenizer
             )
             with weights:
                 if not compared:
@@ -224,6 +229,7 @@ def _prepared(
     mesh: Any,
     rules: Any,
     tie: Any,
+    mtp: bool,
     activations: str | None,
     tokenizer: bool,
 ) -> tuple[FileWeights, PretrainedModel, Tokenizer | None]:
@@ -248,7 +254,9 @@ def _prepared(
                 pooling = read_pooling(folder)[0]
             if config is None and not isinstance(weights, GGUFWeights):
                 config = config_beside(folder)
-            model = build(weights, config, cast_to, reduce_dtype=reduce, stacked=False, tie=tie)
+            model = build(
+                weights, config, cast_to, reduce_dtype=reduce, stacked=False, tie=tie, mtp=mtp
+            )
             if isinstance(model, LanguageModel):
                 model.stack_for(mesh)
             if mesh is not None:

@@ -197,7 +197,7 @@ def table_of(model: Module) -> Names:
     """
     if not isinstance(model, PretrainedModel):
         return Names()
-    names, config = model.family.names, model.hf_config or {}
+    names, config = model.tensor_names, model.hf_config or {}
     if "auto_map" not in config or config.get("model_type") == model.family.model_type:
         names = names.of_modules()
     names = names.inside(_prefixes(model))

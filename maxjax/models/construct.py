@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dtype import DType
-from ..errors import CheckpointMissingError, UserInputError, some
+from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError, some
 from ..graph.weights import FileWeights, GGUFWeights, WeightData
 from ..graph.weights.given import data_of
 from ..paths import local_path
@@ -44,6 +44,7 @@ def build(
     reduce_dtype: Any = DType.float32,
     stacked: bool = True,
     tie: bool | None = None,
+    mtp: bool = False,
 ) -> PretrainedModel:
     """Builds a lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
 
@@ -66,11 +67,14 @@ def build(
         tie: whether the head is the embedding table. None follows the configuration unless the
             file holds a different head: then the head gets a weight of its own, and a warning is
             logged.
+        mtp: whether the model has its layer of multi-token prediction.
 
     Raises:
         UnsupportedModelError: the configuration names an architecture that maxjax does not support.
-        CheckpointError: the configuration is missing or invalid, or does not fit the tensors.
-        UserInputError: arrays are passed without a ``config``, or ``tie`` is not a bool.
+        CheckpointError: the configuration is missing or invalid, or does not fit the tensors; or ``mtp`` is True, and
+            the file has no such layer.
+        UserInputError: arrays are passed without a ``config``, or ``tie`` is not a bool; or ``mtp`` is True for a
+            family without such layers.
     """
     given = not isinstance(weights, FileWeights)
     with allowing(None if given else weights._family.limits):
@@ -102,6 +106,8 @@ def build(
         main = main_dtype(unquantised(found)) or DType.float32
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
     packed: set[str] = set()
+    if mtp:
+        found |= _make_mtp(model, named, None if given else weights._path)
     bias = family.tied[0].removesuffix("weight") + "bias"
     if raw is not whole and bias in model.raw_state_dict() and bias not in found:
         model.lm_head.bias = None  # the head of a multimodal model has none
@@ -125,6 +131,22 @@ def build(
     if stacked and isinstance(model, LanguageModel):
         model.stack()
     return model
+
+
+def _make_mtp(model: Any, named: Mapping[str, Any], path: str | None) -> dict[str, Any]:
+    """Makes the layer of multi-token prediction, and returns its tensors."""
+    if not isinstance(model, LanguageModel):
+        raise UserInputError(f"multi-token prediction is not supported for {type(model).__name__}")
+    model.make_mtp()
+    read = model.tensor_names.read(named, model.family.model_type)
+    found = {name: data for name, data in read.items() if name.startswith("mtp.")}
+    if not found:
+        raise CheckpointMismatchError(
+            "the file has no layer of multi-token prediction",
+            path=path,
+            hint="Load it without mtp=True.",
+        )
+    return found
 
 
 def _held_family(family: Family, named: Mapping[str, Any], path: str | None) -> Family:

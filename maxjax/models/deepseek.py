@@ -26,7 +26,8 @@ In V3.2 a token attends only to the index_topk tokens before it for which Σ wei
 small heads j of an indexer, which has one key for each token in the cache.
 
 Attention never computes kₙ and v: ``kv_b_proj`` is absorbed into the query and into the result of attention, as
-``maxjax/models/parts/latent.py`` explains. Files may have layers of multi-token prediction, which are left out.
+``maxjax/models/parts/latent.py`` explains. Files may have a layer of multi-token prediction, as
+``maxjax/models/parts/mtp.py`` explains, which is loaded if it is asked for.
 
 Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2512.02556, arXiv:2508.06471; transformers'
 ``modeling_deepseek_v2``, ``_v3``, ``_v32`` and ``modeling_glm4_moe_lite``.
@@ -557,6 +558,41 @@ class DeepseekBlock(Module):
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
+class DeepseekMTPHead(Module):
+    """``shared_head`` in the files: the norm before the head, whose matrix is the model's."""
+
+    def __init__(self, config: DeepseekV2Config, dtype: DType):
+        super().__init__()
+        self.norm = RMSNorm(
+            config.hidden_size, dtype, config.rms_norm_eps, multiply_before_cast=False
+        )
+
+
+class DeepseekMTP(DeepseekBlock):
+    """The layer of multi-token prediction (``parts/mtp.py``): a layer like the last, after a projection."""
+
+    def __init__(self, config: DeepseekV2Config, dtype: DType):
+        super().__init__(config, config.num_hidden_layers - 1, dtype)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.enorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
+        self.hnorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
+        self.eh_proj = Linear(2 * E, E, dtype)
+        self.shared_head = DeepseekMTPHead(config, dtype)
+
+    def __call__(  # type: ignore[override]
+        self, h: jax.Array, embedded: jax.Array, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache]:
+        x = concatenate([self.enorm(embedded), self.hnorm(h)], -1)  # [B, T, 2 E]
+        angles = self.config.rope_parameters.angles(cache, self.config.qk_rope_head_dim)
+        x, cache = super().__call__(self.eh_proj(x).astype(h.dtype), cache, angles)
+        return self.shared_head.norm(x), cache
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the projection, whose results are hidden states."""
+        return replicate_over_mesh("eh_proj")
+
+
 class DeepseekModel(Module):
     """The model without its head: ``model`` in the files."""
 
@@ -608,6 +644,8 @@ class DeepseekV3(DeepseekV2):
         >>> cache.keys.shape, cache.values is cache.keys
         ((4, 1, 1, 16, 8), True)
     """
+
+    mtp_class = DeepseekMTP
 
 
 class DeepseekV32(DeepseekV3):

@@ -216,6 +216,11 @@ class PretrainedModel(Module):
         raise NotImplementedError
 
     @property
+    def tensor_names(self) -> Names:
+        """The names of tensors in files and in this model: its family's, unless it has optional parts."""
+        return self.family.names
+
+    @property
     def id2label(self) -> dict[int, str]:
         """The names of the labels of the model's head, by number; none if it has no such head."""
         return {}
@@ -280,7 +285,7 @@ class PretrainedModel(Module):
             advice = _head_advice(self.family, heads) if unnamed else ""
             _LOG.warning(what, path, type(self).__name__, some(heads, 3), advice)
         try:
-            found = self._tied(self.family.read(found), tie)
+            found = self._tied(self.tensor_names.read(found, self.family.model_type), tie)
             unused = matcher(self.unused_tensors)
             found = {name: value for name, value in found.items() if not unused.fullmatch(name)}
             found = dense_tables(self, found)

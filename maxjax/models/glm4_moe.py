@@ -16,7 +16,8 @@
 
 The k experts are those with the largest sigmoid(gate(h)) plus a bias that balances them; their shares are these
 sigmoids without the bias, divided by their sum, times a factor. ``rope`` rotates the first half of each head's
-features; some models have no ``q_norm`` and ``k_norm``. Layers of multi-token prediction are left out.
+features; some models have no ``q_norm`` and ``k_norm``. The layer of multi-token prediction (``parts/mtp.py``) is
+loaded if it is asked for.
 
 Source: arXiv:2508.06471; transformers' ``modeling_glm4_moe``.
 
@@ -36,6 +37,7 @@ import jax.numpy as jnp
 from ..dtype import DType
 from ..graph.device import DeviceRef
 from ..graph.weight.weight import Weight
+from ..kernels.explicit import concatenate
 from ..nn.activation import activation
 from ..nn.embedding import Embedding
 from ..nn.layer import LayerList, Module
@@ -251,6 +253,41 @@ class GLM4MoEBlock(Module):
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
+class GLM4MoEMTPHead(Module):
+    """``shared_head`` in the files: the norm before the head, whose matrix is the model's."""
+
+    def __init__(self, config: GLM4MoEConfig, dtype: DType):
+        super().__init__()
+        self.norm = RMSNorm(
+            config.hidden_size, dtype, config.rms_norm_eps, multiply_before_cast=False
+        )
+
+
+class GLM4MoEMTP(GLM4MoEBlock):
+    """The layer of multi-token prediction (``parts/mtp.py``): a layer like the last, after a projection."""
+
+    def __init__(self, config: GLM4MoEConfig, dtype: DType):
+        super().__init__(config, config.num_hidden_layers - 1, dtype)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.enorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
+        self.hnorm = RMSNorm(E, dtype, eps, multiply_before_cast=False)
+        self.eh_proj = Linear(2 * E, E, dtype)
+        self.shared_head = GLM4MoEMTPHead(config, dtype)
+
+    def __call__(  # type: ignore[override]
+        self, h: jax.Array, embedded: jax.Array, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache]:
+        x = concatenate([self.enorm(embedded), self.hnorm(h)], -1)  # [B, T, 2 E]
+        angles = self.config.rope_parameters.angles(cache, self.config.head_dim)
+        x, cache = super().__call__(self.eh_proj(x).astype(h.dtype), cache, angles)
+        return self.shared_head.norm(x), cache
+
+    def sharding_rules(self) -> dict[str, Any]:
+        """Replicates the projection, whose results are hidden states."""
+        return replicate_over_mesh("eh_proj")
+
+
 class GLM4MoEModel(Module):
     """The model without its head: ``model`` in the files."""
 
@@ -285,6 +322,8 @@ class GLM4MoE(LanguageModel):
         >>> [type(layer.mlp).__name__ for layer in GLM4MoE(config, stacked=False).model.layers]
         ['GLM4MoEMLP', 'GLM4MoESparseMLP', 'GLM4MoESparseMLP']
     """
+
+    mtp_class = GLM4MoEMTP
 
     def __init__(self, config: GLM4MoEConfig, dtype: Any = DType.float32, *, stacked: bool = True):
         super().__init__(config, dtype)

@@ -355,6 +355,7 @@ class DropLayers(NameRow):
 
     Args:
         parts: names of the parts in a layer.
+        but: number of a layer that is not dropped.
 
     Example:
         >>> list(DropLayers("enorm").split({"layers.0.norm.w": 1, "layers.1.norm.w": 1, "layers.1.enorm.w": 1}))
@@ -362,14 +363,17 @@ class DropLayers(NameRow):
     """
 
     parts: tuple[str, ...]
+    but: int | None
 
-    def __init__(self, *parts: str):
+    def __init__(self, *parts: str, but: int | None = None):
         object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "but", but)
 
     def _layers(self, names: Iterable[str]) -> tuple[str, ...]:
         """The beginnings of the names of these layers."""
         pattern = re.compile(rf"(.*\blayers\.\d+\.)(?:{'|'.join(map(re.escape, self.parts))})\..*")
-        return tuple({match[1] for match in map(pattern.fullmatch, names) if match is not None})
+        found = {match[1] for match in map(pattern.fullmatch, names) if match is not None}
+        return tuple(one for one in found if not one.endswith(f".{self.but}."))
 
     def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See :class:`NameRow`."""
@@ -585,6 +589,27 @@ class Names:
     def without(self, *patterns: str) -> Names:
         """This table, with some patterns no longer dropped."""
         rows = (row.without(*patterns) if isinstance(row, Drop) else row for row in self.rows)
+        return Names(*rows)
+
+    def with_mtp(self, number: int) -> Names:
+        """This table for a model with a layer of multi-token prediction, ``mtp``: that of this number in files.
+
+        Its copies of the embedding table and of the head are still dropped.
+
+        Example:
+            >>> names = Names(PREDICTION).with_mtp(61)
+            >>> names.read({"model.layers.61.enorm.weight": 1, "model.layers.61.embed_tokens.weight": 2})
+            {'mtp.enorm.weight': 1}
+            >>> names.write({"mtp.enorm.weight": 1})
+            {'model.layers.61.enorm.weight': 1}
+        """
+        front, rows = f"model.layers.{number}.", []
+        for row in self.rows:
+            rows.append(row)
+            if isinstance(row, DropLayers):
+                copies = Drop(f"{front}embed_tokens.*", f"{front}shared_head.head.*", kept=True)
+                layer = Prefix({front: "mtp."}, written=True, in_modules=True)
+                rows[-1:] = DropLayers(*row.parts, but=number), copies, layer
         return Names(*rows)
 
     @property

@@ -62,27 +62,27 @@ class Unloaded:
         table = weights._family.open_table()
         if table.format == "orbax":
             return None
-        family = model.family
+        family, known = model.family, model.tensor_names
         named = unwrapped({name: name for name in table.entries})
-        names = tuple(sorted(named[name] for name in family.names.unloaded(named)))
+        names = tuple(sorted(named[name] for name in known.unloaded(named)))
         holds_parts = bool(names) or is_multimodal(config)
-        if not holds_parts and family.names.body is None:
+        if not holds_parts and known.body is None:
             return None
         if not holds_parts:  # what a wrapper of PyTorch's has added is not written again
             named = {name: name for name in named}
-        form = family.names.as_in(unwrapped(dict(weights._named_data())))
+        form = known.as_in(unwrapped(dict(weights._named_data())))
         weights_of_model = model.raw_state_dict()
         head, original = family.tied
         if head in named and head not in weights_of_model and original in weights_of_model:
             form = Names(*form.rows, Copy(head, original))
         spelled = {name: raw for name, raw in named.items() if name != raw}
         for name, raw in named.items():
-            weight = family.names.model_name(name)
+            weight = known.model_name(name)
             # A file may have a weight under two names: then it is written under the model's, too.
             if weight is not None and (weight == name or weight not in named):
                 if raw != form.file_names(weight)[0]:
                     spelled[weight] = raw
-        if not holds_parts and form == family.names and not spelled:
+        if not holds_parts and form == known and not spelled:
             return None
         return cls(
             weights._path, names, json.dumps(config), tuple(sorted(spelled.items())),

@@ -56,7 +56,8 @@ def config_of(
         name = name.removesuffix("Model") + ENDING
     known = {key: one for key, one in tokens.items() if one is not None}
     found = {"architectures": [name], "dtype": None, **config.special, **known}
-    return {**found, **written(config, labels)}
+    mtp = {} if getattr(model, "mtp", None) is None else {"num_nextn_predict_layers": 1}
+    return {**found, **written(config, labels), **mtp}
 
 
 def written(config: Any, labels: int | None = None) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class Calls:
             width = next(n for n in self.widths(gathers) if n >= longest)
         return TextRows.of(
             texts, width, self.memory.slots, vocab_size=self.vocab_size, finishes=finishes,
-            has_lengths=self._has_lengths, has_masks=self._has_masks,
+            has_lengths=self._has_lengths, has_masks=self._has_masks, has_mtp=self.memory.has_mtp,
         )  # fmt: skip
 
     def widths(self, gathers: bool = False) -> list[int]:

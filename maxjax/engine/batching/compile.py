@@ -8,7 +8,7 @@ import numpy as np
 
 from ..isolation import isolated
 from .calls import RAGGED
-from .draft import Drafts
+from .draft import ModelGuesses
 from .programs import decode, read, read_tokens, token_counts
 from .running import RunningText
 from .scheduler import Scheduler
@@ -26,7 +26,7 @@ def compile_programs(scheduler: Scheduler) -> int:
         for has_adapters in _adapter_programs(scheduler):
             count += _compile(scheduler, has_adapters)
     count += scheduler.memory.compile_snapshots()
-    if isinstance(scheduler.speculation, Drafts):
+    if isinstance(scheduler.speculation, ModelGuesses):
         count += scheduler.speculation.compile()
     if not had_words:
         scheduler.memory.arrays = scheduler.memory.arrays._replace(words=None)

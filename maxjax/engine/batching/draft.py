@@ -1,7 +1,12 @@
-"""Draft models: a smaller model guesses the tokens of a larger one."""
+"""Guesses that are written: by a draft model, or by the model's own layer of multi-token prediction.
+
+``ModelGuesses`` decides when to ask and what guesses are worth; ``Drafts`` and ``Predictions`` have the memory and the
+programs.
+"""
 
 from __future__ import annotations
 
+import abc
 import itertools
 import statistics
 import time
@@ -14,6 +19,7 @@ import jax
 import numpy as np
 
 from ...errors import UserInputError, shown
+from ...nn.layer import Module
 from ...progress import compiling
 from ..bucket import bucket
 from ..generate.checks import check_model
@@ -44,11 +50,119 @@ _RATE = 0.8
 _AGAIN = 256
 
 
-class Drafts(Speculation):
-    """Guesses of a smaller model with the same vocabulary.
+class ModelGuesses(Speculation):
+    """Guesses that a model writes: the next tokens of all texts, with their settings and random keys.
 
-    It writes the next tokens of all texts with their settings and random keys. Where both models draw with the same
-    numbers from similar distributions, they mostly draw the same token.
+    Where both models draw with the same numbers from similar distributions, they mostly draw the same token.
+
+    Args:
+        model: what guesses, called as a model.
+        size: bytes of the weights that a step of it reads.
+        calls: the calls of the model, which know the texts' pages.
+        options: arguments of ``Speculation``.
+    """
+
+    _more_steps = 0  # after the last guess
+
+    def __init__(self, model: Any, size: int, calls: Calls, *options: Any):
+        super().__init__(*options)
+        self._model, self._calls, self._room = model, calls, calls.memory
+        self._how = calls.how._replace(tops=None)
+        # The time of a step over that of a step of the model: what weights alone would make it, and measured ones.
+        self._size = size / weight_bytes(calls.memory.model)
+        self._step_times: deque[float] = deque(maxlen=MEASURED)
+        self._rates: WeakKeyDictionary[RunningText, Rates] = WeakKeyDictionary()
+        self._last = 0  # step with guesses
+
+    @abc.abstractmethod
+    def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
+        """Calls a program with the memory of what guesses, and keeps the memory that it returns."""
+
+    def _read(self, texts: Sequence[RunningText]) -> bool:
+        """Reads the tokens of texts that the model has read and this one has not; returns whether there are any."""
+        return False
+
+    def _has_stored(self, text: RunningText, count: int) -> None:
+        """Learns that so many tokens of a text have been stored, some of which may be wrong guesses."""
+
+    def chances(self, text: RunningText) -> list[float]:
+        most = most_guesses(text, _MOST_GUESSES)
+        return chain([self._rates_of(text).of(1)] * most)
+
+    def extra_time(self, count: int, rows: int) -> float:
+        return (count + self._more_steps) * statistics.median_low([self._size, *self._step_times])
+
+    def plan(self, texts: Sequence[RunningText]) -> GuessCounts | None:
+        if self.done - self._last > _AGAIN:
+            self._rates.clear()  # the texts may go on with what is easier to guess
+            self._step_times.clear()
+            self._last = self.done
+        if (found := super().plan(texts)) is not None and found.counts:
+            self._last = self.done
+        return found
+
+    def guesses(self, plan: GuessCounts, texts: Sequence[RunningText]) -> Guesses:
+        texts = [text for text in texts if text in plan.counts]
+        if not texts:
+            return Guesses(plan.shape, {})
+        has_read = self._read(texts)
+        steps = self._more_steps + max(plan.counts[text] for text in texts)
+        began, compiled = time.perf_counter(), compiled_count(decode)
+        found = jax.device_get(self._decode(texts, steps))
+        plain = self.plain_seconds(len(texts))
+        if compiled == compiled_count(decode) and not has_read and plain is not None:
+            self._step_times.append((time.perf_counter() - began) / steps / plain)
+        tokens = {}
+        for row, text in enumerate(texts):
+            count = min(int(found.counts[row]), plan.counts[text])
+            if found.bad[row]:
+                count = min(count, int(found.counts[row]) - 1)
+            if count:
+                tokens[text] = found.tokens[row, :count].tolist()
+            self._has_stored(text, text.stored + int(found.counts[row]))
+        return Guesses(plan.shape, tokens)
+
+    def learn(
+        self, texts: Sequence[RunningText], guesses: Guesses | None, counts: np.ndarray
+    ) -> None:
+        super().learn(texts, guesses, counts)
+        if guesses is None:
+            return
+        for text, count in zip(texts, counts.tolist(), strict=False):
+            for place in range(min(count, len(guesses.tokens.get(text, ())))):
+                self._rates_of(text).add(1, place < count - 1)
+
+    def _rates_of(self, text: RunningText) -> Rates:
+        if text not in self._rates:
+            self._rates[text] = Rates(_RATE)
+        return self._rates[text]
+
+    # --- programs
+
+    def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
+        rows = self._calls.placed(texts)
+        last = row_of(rows, lambda text: text.tokens[-1], np.int32(0))
+        active = row_of(rows, lambda text: True, np.bool_(False))
+        return self._run(decode, self._texts(rows), last, active, np.int32(steps), np.int32(0))
+
+    def _texts(self, rows: Sequence[RunningText | None], **table: Any) -> TextRows:
+        """The arrays of texts, without what guesses do not depend on."""
+        found, none = self._calls.text_rows(rows, **table), np.zeros(len(rows), bool)
+        settings = found.settings._replace(has_words=none, has_logprobs=none)
+        return found._replace(settings=settings, allowed=None)
+
+    def compile(self) -> int:
+        """Compiles all programs; returns their number."""
+        steps = list(itertools.product(self.row_counts, self._calls.widths()))
+        for rows, width in steps:
+            none = np.zeros(rows, np.int32)
+            texts = self._texts([None] * rows, width=width)
+            self._run(decode, texts, none, none > 0, np.int32(1), np.int32(0))
+        return len(steps)
+
+
+class Drafts(ModelGuesses):
+    """Guesses of a smaller model with the same vocabulary.
 
     Its keys and values are in a pool of its own, in the pages with the numbers that texts have in the model's pool. It
     reads the tokens of a text when it first guesses for it, and those that were written without it when it does so
@@ -61,27 +175,18 @@ class Drafts(Speculation):
         options: arguments of ``Speculation``.
     """
 
+    _more_steps = 1  # which stores the last guess
+
     def __init__(self, model: Any, calls: Calls, chunk: int, *options: Any):
-        super().__init__(*options)
-        self._model, self._calls, self._room, self._chunk = (
-            model,
-            calls,
-            calls.memory,
-            chunk,
-        )
-        self._how = calls.how._replace(tops=None)
+        super().__init__(model, weight_bytes(model), calls, *options)
+        self._chunk = chunk
         pool = self._pool()
         self._shardings = shardings_on_mesh(pool)
         self._reads_tokens = platform_of_arrays(pool) == "cpu"
         self._memory = EngineMemory(pool, None)
-        # The time of a step over that of a step of the model: what weights alone would make it, and measured ones.
-        self._size = _weight_bytes(model) / _weight_bytes(calls.memory.model)
-        self._step_times: deque[float] = deque(maxlen=MEASURED)
-        self._rates: WeakKeyDictionary[RunningText, Rates] = WeakKeyDictionary()
         # The list of pages of a text, which is another one when it gets others, and the number of tokens in them.
         self._stored: WeakKeyDictionary[RunningText, tuple[list[int], int]] = WeakKeyDictionary()
         self._keys: dict[int, Key] = {}  # of the pages that hold what their key says here too
-        self._last = 0  # step with guesses
 
     def _pool(self) -> Any:
         of = self._room
@@ -100,67 +205,24 @@ class Drafts(Speculation):
         self._memory = EngineMemory(pool, None)
 
     def chances(self, text: RunningText) -> list[float]:
-        if not (most := most_guesses(text, _MOST_GUESSES)):
-            return []
-        most = min(most, self._model.max_length - text.stored - 1)
-        return chain([self._rates_of(text).of(1)] * most)
-
-    def extra_time(self, count: int, rows: int) -> float:
-        return (count + 1) * statistics.median_low([self._size, *self._step_times])
-
-    def plan(self, texts: Sequence[RunningText]) -> GuessCounts | None:
-        if self.done - self._last > _AGAIN:
-            self._rates.clear()  # the texts may go on with what is easier to guess
-            self._step_times.clear()
-            self._last = self.done
-        if (found := super().plan(texts)) is not None and found.counts:
-            self._last = self.done
-        return found
-
-    def guesses(self, plan: GuessCounts, texts: Sequence[RunningText]) -> Guesses:
-        texts = [text for text in texts if text in plan.counts]
-        if not texts:
-            return Guesses(plan.shape, {})
-        self._grow()
-        has_read = self._read(texts)
-        steps = 1 + max(plan.counts[text] for text in texts)
-        began, compiled = time.perf_counter(), compiled_count(decode)
-        found = jax.device_get(self._decode(texts, steps))
-        plain = self.plain_seconds(len(texts))
-        if compiled == compiled_count(decode) and not has_read and plain is not None:
-            self._step_times.append((time.perf_counter() - began) / steps / plain)
-        tokens = {}
-        for row, text in enumerate(texts):
-            count = min(int(found.counts[row]), plan.counts[text])
-            if found.bad[row]:
-                count = min(count, int(found.counts[row]) - 1)
-            if count:
-                tokens[text] = found.tokens[row, :count].tolist()
-            self._stored[text] = text.pages, text.stored + int(found.counts[row])
-        return Guesses(plan.shape, tokens)
+        return super().chances(text)[: max(self._model.max_length - text.stored - 1, 0)]
 
     def learn(
         self, texts: Sequence[RunningText], guesses: Guesses | None, counts: np.ndarray
     ) -> None:
         super().learn(texts, guesses, counts)
-        if guesses is None:
-            return
-        for text, count in zip(texts, counts.tolist(), strict=False):
-            for place in range(min(count, len(guesses.tokens.get(text, ())))):
-                self._rates_of(text).add(1, place < count - 1)
+        for text in texts if guesses is not None else ():
             if text in self._stored:
                 pages, stored = self._stored[text]
                 self._stored[text] = pages, min(stored, text.stored)
 
-    def _rates_of(self, text: RunningText) -> Rates:
-        if text not in self._rates:
-            self._rates[text] = Rates(_RATE)
-        return self._rates[text]
+    def _has_stored(self, text: RunningText, count: int) -> None:
+        self._stored[text] = text.pages, count
 
     # --- programs
 
     def _read(self, texts: Sequence[RunningText]) -> bool:
-        """Reads the tokens of texts that the model has read and this one has not; returns whether there are any."""
+        self._grow()
         chunk, pieces, room, has_read = self._chunk, [], 0, False
         for text in texts:
             start = self._first_unread(text)
@@ -205,20 +267,10 @@ class Drafts(Speculation):
             rows = self._texts([text], gathers=True)._replace(lengths=np.asarray([start], np.int32))
             self._run(read, rows, ids, np.asarray([count], np.int32))
 
-    def _decode(self, texts: Sequence[RunningText], steps: int) -> DispatchTokens:
-        rows = self._calls.placed(texts)
-        last = row_of(rows, lambda text: text.tokens[-1], np.int32(0))
-        active = row_of(rows, lambda text: True, np.bool_(False))
-        return self._run(decode, self._texts(rows), last, active, np.int32(steps), np.int32(0))
-
     def _texts(self, rows: Sequence[RunningText | None], **table: Any) -> TextRows:
-        """The arrays of texts, without what guesses do not depend on."""
-        found, none = self._calls.text_rows(rows, **table), np.zeros(len(rows), bool)
-        settings = found.settings._replace(has_words=none, has_logprobs=none)
-        return found._replace(settings=settings, allowed=None, text_lengths=None)
+        return super()._texts(rows, **table)._replace(text_lengths=None, found=None)
 
     def compile(self) -> int:
-        """Compiles all programs; returns their number."""
         of, sizes = self._room, token_counts(self._chunk)
         blank = lambda rows, width: self._texts([None] * rows, width=width)
         widths = self._calls.widths(gathers=not self._reads_tokens)
@@ -229,11 +281,7 @@ class Drafts(Speculation):
                 self._run(read_tokens, blank(of.slots, width), none, none, none - 1, ends)
             else:
                 self._run(read, blank(1, width), none[None], np.zeros(1, np.int32))
-        steps = list(itertools.product(self.row_counts, self._calls.widths()))
-        for rows, width in steps:
-            none = np.zeros(rows, np.int32)
-            self._run(decode, blank(rows, width), none, none > 0, np.int32(1), np.int32(0))
-        return len(sizes) * len(widths) + len(steps)
+        return len(sizes) * len(widths) + super().compile()
 
     def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
         with compiling(program.__name__, self._calls.shows):
@@ -243,10 +291,56 @@ class Drafts(Speculation):
         return found
 
 
+class _Predictor(Module):
+    """The layer of multi-token prediction of a model, called as a model that writes text."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def __call__(self, ids: Any, cache: Any, *, lengths: Any, last: bool) -> Any:
+        return self.model.predict(ids, cache, lengths=lengths)
+
+
+class Predictions(ModelGuesses):
+    """Guesses of the model's own layer of multi-token prediction (``models/parts/mtp.py``).
+
+    Its memory is a part of the model's pool, and all programs of the model keep it up: it has nothing to read.
+
+    Args:
+        calls: the calls of the model.
+        options: arguments of ``Speculation``.
+    """
+
+    def __init__(self, calls: Calls, *options: Any):
+        model = calls.memory.model
+        size = weight_bytes(model.mtp) + weight_bytes(model.lm_head)
+        super().__init__(_Predictor(model), size, calls, *options)
+
+    def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
+        room, arrays = self._room, self._room.arrays
+        memory, options = EngineMemory(arrays.pool, None), {"shardings": room.shardings}
+        with compiling(program.__name__, self._calls.shows):
+            (memory, found), _ = program(
+                self._model, memory, texts, *args, how=self._how, **options
+            )
+        room.arrays = arrays._replace(pool=memory.pool)
+        return found
+
+
 def check_speculation(model: Any, speculation: Any, draft: Any) -> None:
     """Raises UserInputError unless tokens of a model can be guessed in this way."""
-    if speculation not in (None, "lookup"):
-        raise UserInputError(f"speculation must be 'lookup' or None, got {shown(speculation)}")
+    if speculation not in (None, "lookup", "mtp"):
+        raise UserInputError(
+            f"speculation must be 'lookup', 'mtp' or None, got {shown(speculation)}"
+        )
+    if speculation == "mtp" and model.mtp is None:
+        name = type(model).__name__
+        if model.mtp_class is None:
+            raise UserInputError(f"multi-token prediction is not supported for {name}")
+        raise UserInputError(
+            f"this {name} has no layer of multi-token prediction: load it with maxjax.load(path, mtp=True)"
+        )
     if speculation is not None and draft is not None:
         raise UserInputError("speculation and draft are two ways to guess tokens: pass one of them")
     if speculation is None and draft is None:
@@ -272,5 +366,6 @@ def check_speculation(model: Any, speculation: Any, draft: Any) -> None:
         )
 
 
-def _weight_bytes(model: Any) -> int:
+def weight_bytes(model: Any) -> int:
+    """The size of the weights of a module."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model))

@@ -88,8 +88,10 @@ class Engine:
             ``[B, V]`` in float32, the last token of each text and the position of the next one, int32 ``[B]`` each,
             and returns other logits.
         speculation: ``"lookup"`` guesses tokens from the text itself, and the model checks several of them in one step
-            (prompt lookup, "ngram"). Answers stay the same, also where tokens are drawn; those that repeat what they
-            are about, as summaries do, come faster. It is used only while it pays: times and rates are measured
+            (prompt lookup, "ngram"): answers that repeat what they are about, as summaries do, come faster. ``"mtp"``
+            guesses by the model's own layer of multi-token prediction (DeepSeek V3, GLM-4.5), which
+            ``maxjax.load(path, mtp=True)`` loads; its keys and values are a part of ``cache_bytes``. Answers stay the
+            same, also where tokens are drawn. Guesses are made only while they pay: times and rates are measured
             (``stats()``). Prompts with penalties, ``banned``, ``logit_bias`` or a grammar are written without guesses.
             With ``exact`` it is always used, so that bits do not depend on times. None: no guesses.
         draft: a smaller model of the same vocabulary that guesses tokens instead, as returned by ``maxjax.load``; an
@@ -104,7 +106,8 @@ class Engine:
     Raises:
         UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid;
             ``speculation`` or ``draft`` is given for a model with recurrent layers, whose state cannot go back, or on
-            a mesh whose devices divide texts among them, or both are; or the vocabulary of ``draft`` is another one.
+            a mesh whose devices divide texts among them, or both are; the model has no layer of multi-token prediction;
+            or the vocabulary of ``draft`` is another one.
         OutOfMemoryError: a device has no room for the cache.
 
     Example:
@@ -137,7 +140,7 @@ class Engine:
         _check_processor(logits_processor, model.config.vocab_size)
         check_speculation(model, speculation, draft)
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
-        pages = page_count(model, self.slots, cache_bytes, dtype, draft)
+        pages = page_count(model, self.slots, cache_bytes, dtype, draft, speculation == "mtp")
         scheduler = Scheduler(
             model,
             self.slots,
@@ -481,8 +484,9 @@ class _Worker:
 
 
 def page_count(
-    model: Any, slots: int, cache_bytes: int | str | None, dtype: DType | None, draft: Any = None
-) -> int:
+    model: Any, slots: int, cache_bytes: int | str | None, dtype: DType | None, draft: Any = None,
+    mtp: bool = False,
+) -> int:  # fmt: skip
     """The number of pages, in each group of devices, of a cache of so many bytes on each device.
 
     Raises:
@@ -496,9 +500,11 @@ def page_count(
     one, two = (
         sum(
             held_bytes(leaf.sharding, leaf.shape, leaf.dtype.itemsize)
-            for one in (model, draft)
+            for one, more in ((model, mtp), (draft, False))
             if one is not None
-            for leaf in jax.tree.leaves(one.page_pool(n, page_size, rows, dtype, abstract=True))
+            for leaf in jax.tree.leaves(
+                one.page_pool(n, page_size, rows, dtype, abstract=True, mtp=more)
+            )
         )
         for n in (groups, 2 * groups)
     )

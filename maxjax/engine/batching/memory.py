@@ -78,6 +78,7 @@ class TextMemory:
         cache_dtype: dtype of keys and values; None for the model's.
         is_exact: whether a text gets all its pages at once.
         has_order: whether texts may have settings about the order of tokens, or rare filters.
+        has_mtp: whether the model's layer of multi-token prediction follows the texts.
 
     Attributes:
         arrays: what is on the devices.
@@ -92,13 +93,14 @@ class TextMemory:
 
     def __init__(
         self, model: Any, slots: int, pages: int, most_pages: int, cache_dtype: Any, is_exact: bool,
-        has_order: bool,
+        has_order: bool, has_mtp: bool = False,
     ):  # fmt: skip
         self.model = model
         slots, self.groups = in_groups(model, slots)
         self.slots = slots
         self.cache_dtype, self._is_exact, self.hits = cache_dtype, is_exact, 0
-        self._has_order, self.page_size = has_order, page_size_of(model)
+        self._has_order, self.has_mtp = has_order, has_mtp
+        self.page_size = page_size_of(model)
         self._most, pool = max(pages, most_pages), self._pool(pages)
         self.arrays = EngineMemory(pool, None)
         self.is_recurrent = is_recurrent(model)
@@ -119,7 +121,7 @@ class TextMemory:
     def _pool(self, count: int) -> Any:
         """A pool of so many pages in each group."""
         return self.model.page_pool(
-            count * self.groups, self.page_size, self.slots, self.cache_dtype
+            count * self.groups, self.page_size, self.slots, self.cache_dtype, mtp=self.has_mtp
         )
 
     def close(self) -> None:
@@ -262,6 +264,7 @@ class TextMemory:
             shared, row = self._find_state(text, keys)
             text.slot, text.pages = self._free[g].pop(), self._pages[g].share(shared)
             text.stored = (len(text.pages) if row is None else len(shared)) * self.page_size
+            text.found = text.stored
             if self.add_pages(text, size):
                 self.hits += text.stored
                 if row is not None:
@@ -315,6 +318,7 @@ class TextMemory:
         kept = self.needed(count)
         self._pages[self.group_of(before)].release(before.pages[kept:])
         text.slot, text.pages, text.stored = before.slot, before.pages[:kept], count
+        text.found = 0 if count == len(read) else count
         before.slot, before.pages = None, []
         self.hits += count
 

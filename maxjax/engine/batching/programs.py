@@ -63,6 +63,8 @@ class TextRows(NamedTuple):
         text_lengths: the length for which RoPE rotates its keys, int32; None where RoPE does not depend on it.
         settings: how its next token is chosen.
         allowed: the tokens that may come next, bits as in ``sample_rows``; None where no text may have a grammar.
+        found: number of its first tokens that it has found in pages of other texts, int32; None where no layer of
+            multi-token prediction follows.
     """
 
     slots: Any
@@ -74,11 +76,13 @@ class TextRows(NamedTuple):
     text_lengths: Any
     settings: RowSettings
     allowed: Any = None
+    found: Any = None
 
     @staticmethod
     def of(
         texts: Sequence[RunningText | None], width: int, slots: int, *, vocab_size: int,
         finishes: Sequence[bool] | None = None, has_lengths: bool = False, has_masks: bool = False,
+        has_mtp: bool = False,
     ) -> TextRows:  # fmt: skip
         """The arrays of these texts.
 
@@ -90,6 +94,7 @@ class TextRows(NamedTuple):
             finishes: of each row, whether the last token of its text is read; False by default.
             has_lengths: whether RoPE depends on the length of a text.
             has_masks: whether texts may have grammars.
+            has_mtp: whether a layer of multi-token prediction follows the texts.
         """
         of = lambda get, rest: row_of(texts, get, rest)
         zero = np.int32(0)
@@ -109,12 +114,14 @@ class TextRows(NamedTuple):
             of(lambda text: text.slot, np.int32(slots)), table, of(lambda text: text.stored, zero),
             of(lambda text: text.limit, zero), of(lambda text: text.written, zero), done,
             of(lambda text: text.text_length[0], zero) if has_lengths else None,
-            _settings(texts, vocab_size), allowed,
+            _settings(texts, vocab_size), allowed, of(lambda text: text.found, zero) if has_mtp else None,
         )  # fmt: skip
 
     def cache(self, memory: EngineMemory) -> PagedCache:
         """The cache of these texts."""
-        return PagedCache(memory.pool, self.table, self.lengths, self.slots, self.text_lengths)
+        return PagedCache(
+            memory.pool, self.table, self.lengths, self.slots, self.text_lengths, found=self.found
+        )
 
 
 @lru_cache(maxsize=16)
@@ -268,8 +275,10 @@ def read_tokens(
     real = positions >= 0
     of_tokens = lambda array: jnp.take(array, text, axis=0, mode="clip")
     table, rows = of_tokens(texts.table), of_tokens(texts.slots)
-    lengths = None if texts.text_lengths is None else of_tokens(texts.text_lengths)
-    cache = PagedCache(memory.pool, table, jnp.maximum(positions, 0), rows, lengths, is_ragged=True)
+    lengths, found = jax.tree.map(of_tokens, (texts.text_lengths, texts.found))
+    cache = PagedCache(
+        memory.pool, table, jnp.maximum(positions, 0), rows, lengths, is_ragged=True, found=found
+    )
     run = lambda: model(ids[:, None], cache, lengths=real.astype(jnp.int32), last=ends)
     (logits, cache), taps = tapped(model, patches, run)
     last = jnp.take(ids, ends, axis=0)

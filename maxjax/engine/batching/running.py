@@ -84,6 +84,7 @@ class RunningText:
         stage: where it is in its life.
         tokens: the prompt and the tokens of the answer.
         stored: number of tokens whose keys and values are in its pages.
+        found: number of its first tokens that were in pages when it started, and whose hidden states are not known.
         recorded: the largest number that ``stored`` has had: what captures have seen.
         slot, pages: what it has of the engine's memory.
         keys: what its full pages are known by; None until the scheduler has computed them.
@@ -115,7 +116,7 @@ class RunningText:
         self._on_text, self._on_end = on_text, on_end
         self.stage = Stage.WAITING
         self.error: BaseException | None = None
-        self.stored = self.recorded = 0
+        self.stored = self.recorded = self.found = 0
         self.slot: int | None = None
         self.pages: list[int] = []
         self.keys: list[Key] | None = None

@@ -24,7 +24,7 @@ from ..sampling.rows import MOST_LOGPROBS
 from .adapters import Adapters, LoadedAdapter
 from .calls import Calls, compiled_count
 from .dispatch import MAX_STEPS, DispatchTokens
-from .draft import Drafts
+from .draft import Drafts, Predictions
 from .lookup import Lookups
 from .memory import TextMemory, in_groups
 from .programs import (
@@ -83,7 +83,8 @@ class Scheduler:
         together: the call that the scheduler belongs to, if several processes make it together.
         dispatch_s: the duration of a dispatch that is aimed at, in seconds: new prompts wait for it, and a stop string
             is noticed only after it.
-        speculation: whether tokens are guessed from the texts themselves (``speculation.py``).
+        speculation: "lookup" guesses tokens from the texts themselves (``speculation.py``), "mtp" by the model's layer
+            of multi-token prediction.
         draft: a smaller model that guesses tokens.
         adapters: the adapters that texts may use.
 
@@ -108,7 +109,8 @@ class Scheduler:
             )
         self.adapters = Adapters(model) if adapters is None else adapters
         most = pages if most_pages is None else most_pages
-        self.memory = TextMemory(model, slots, pages, most, cache_dtype, exact, has_order)
+        has_mtp = speculation == "mtp"
+        self.memory = TextMemory(model, slots, pages, most, cache_dtype, exact, has_order, has_mtp)
         self.longest = longest or model.max_length
         if self.memory.longest is not None:
             self.longest = min(self.longest, self.memory.longest)
@@ -127,12 +129,15 @@ class Scheduler:
         )
         self.slots, self.chunk, self._dispatch_s = self.memory.slots, chunk, dispatch_s
         self._ropes = model.config.ropes_by_length
-        self.speculation: Lookups | Drafts | None = None
+        self.speculation: Lookups | Drafts | Predictions | None = None
         if guesses:
             options = self.slots, self.calls.row_counts(), self.calls.is_ragged, exact
-            self.speculation = Lookups(*options)
             if draft is not None:
                 self.speculation = Drafts(draft, self.calls, chunk, *options)
+            elif has_mtp:
+                self.speculation = Predictions(self.calls, *options)
+            else:
+                self.speculation = Lookups(*options)
         self.waiting: list[RunningText] = []
         self.has_cancelled = False  # whether a text has been cancelled since the last step
         self.running: list[RunningText] = []  # in the order in which they got a slot

@@ -8,8 +8,8 @@ drawn ones too. The idea is that of Y. Leviathan et al. (arXiv:2211.17192). They
 distribution stays the model's; here a guess and the model's own choice are made with the same random numbers, so that
 it is enough to compare them.
 
-``Speculation`` decides how many guesses are worth their time. They come from the text itself (``lookup``) or from a
-smaller model (``draft``).
+``Speculation`` decides how many guesses are worth their time. They come from the text itself (``lookup``), from a
+smaller model or from the model's own layer of multi-token prediction (``draft``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,13 @@ def verify(
     each = jax.tree.map(lambda a: jnp.take(a, text, axis=0, mode="clip"), texts)
     rows, width = ids.shape
     cache = PagedCache(
-        memory.pool, each.table, starts, each.slots, each.text_lengths, is_ragged=width == 1
+        memory.pool,
+        each.table,
+        starts,
+        each.slots,
+        each.text_lengths,
+        is_ragged=width == 1,
+        found=each.found,
     )
     (logits, cache), taps = tapped(model, patches, lambda: model(ids, cache, lengths=counts))
     of_tokens = lambda a: jnp.repeat(a, width, axis=0)

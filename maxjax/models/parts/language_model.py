@@ -33,7 +33,7 @@ from ...kernels.explicit import parts_over
 from ...nn.kv_cache.cache import KVCache, check_cache_dtype, placeholder
 from ...nn.kv_cache.kinds import Group, KeysValues, Place, States, numbers_of
 from ...nn.kv_cache.layout import cache_layout, page_layout
-from ...nn.kv_cache.pages import PagedCache, PagePool
+from ...nn.kv_cache.pages import MTPPool, PagedCache, PagePool
 from ...nn.layer import LayerStack
 from ...nn.linear import ColumnParallelLinear
 from ...rendering.row import bytes_text
@@ -43,6 +43,7 @@ from .aliases import spelling
 from .cache import ForwardContext, LayerCache, no_cache, recurrent_place
 from .config import groups_of_config, shares
 from .layer_loop import kind_of, pattern
+from .mtp import KEPT, PredictsMore
 from .rotary import NO_LIMIT, is_dynamic, same_until
 from .score import Scored
 
@@ -53,7 +54,7 @@ _GPUS = ("gpu", "cuda", "rocm")
 C = TypeVar("C", KVCache, PagedCache)
 
 
-class LanguageModel(Scored, PretrainedModel):
+class LanguageModel(PredictsMore, Scored, PretrainedModel):
     """A decoder-only language model.
 
     Args:
@@ -238,8 +239,9 @@ class LanguageModel(Scored, PretrainedModel):
             return KVCache.of(groups, batch=batch, capacity=capacity, **options)
 
     def page_pool(
-        self, pages: int, page_size: int, rows: int, dtype: Any = None, *, abstract: bool = False
-    ) -> PagePool:
+        self, pages: int, page_size: int, rows: int, dtype: Any = None, *, abstract: bool = False,
+        mtp: bool = False,
+    ) -> PagePool:  # fmt: skip
         """Makes an empty pool of pages on the model's devices, for ``PagedCache``.
 
         KV heads are sharded as the projections are; the pages are split over the mesh's batch axes, and the tokens of
@@ -251,6 +253,7 @@ class LanguageModel(Scored, PretrainedModel):
                 of tokens of a page.
             rows: R, the number of sequences that have pages and recurrent states at once.
             dtype, abstract: as for :meth:`cache`.
+            mtp: whether it has what the model's layer of multi-token prediction needs.
 
         Raises:
             UserInputError: a number is not positive, or the dtype is neither a float nor int8.
@@ -260,9 +263,9 @@ class LanguageModel(Scored, PretrainedModel):
             checked_integer(name, size)
         kind = DType.of(self.dtype if dtype is None else dtype)
         check_cache_dtype(kind, [group.kind for group in self._groups.values()])
-        groups = {
+        places = lambda groups: {
             name: (group.layers, group.kind, self._place_of_pages(group.kind, rows, page_size))
-            for name, group in self._groups.items()
+            for name, group in groups.items()
         }
         zeros: Any = placeholder if abstract else jnp.zeros
         sizes = {
@@ -271,13 +274,24 @@ class LanguageModel(Scored, PretrainedModel):
             "rows": rows,
             "parts": self.row_parts(rows),
         }
+
+        def make(zeros: Any) -> PagePool:
+            pool = PagePool.of(places(self._groups), dtype=kind.np, zeros=zeros, **sizes)
+            if not mtp:
+                return pool
+            own = PagePool.of(places(self._mtp_groups), dtype=kind.np, zeros=zeros, **sizes)
+            mesh, shape = mesh_of([self._sharding]), (rows, KEPT, self.config.hidden_size)
+            where = self._sharding if mesh is None else NamedSharding(mesh, spec_of([]))
+            states = zeros(shape, self.dtype.np, device=where)
+            return dataclasses.replace(pool, mtp=MTPPool(own, states))
+
         try:
             with beside(self):
-                return PagePool.of(groups, dtype=kind.np, zeros=zeros, **sizes)
+                return make(zeros)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            leaves = jax.tree.leaves(PagePool.of(groups, dtype=kind.np, zeros=placeholder, **sizes))
+            leaves = jax.tree.leaves(make(placeholder))
             size = sum(held_bytes(a.sharding, a.shape, a.dtype.itemsize) for a in leaves)
             raise OutOfMemoryError(
                 f"a cache of {pages:,} pages of {page_size} tokens takes {bytes_text(size)} on a device, which has not "
@@ -372,6 +386,8 @@ class LanguageModel(Scored, PretrainedModel):
         outgrown = None if cache is None else self._outgrown(cache, after)
         is_step = view.context.is_step
         x, view = self.hidden_states(ids[:, 0] if is_step else ids, view)
+        follows = keeps and isinstance(cache, PagedCache) and cache.pool.mtp is not None
+        mtp = self._follow(x, ids, cache, counts) if follows else None
         at, context = None, dataclasses.replace(view.context, counts=counts)
         if last is not False:
             at = jnp.full(batch, length) if counts is None else counts
@@ -392,7 +408,8 @@ class LanguageModel(Scored, PretrainedModel):
         logits = _nan_beyond(cache.capacity, logits, context, at)
         if outgrown is not None:
             logits = jnp.where(outgrown.reshape(-1, *(1,) * (logits.ndim - 1)), jnp.nan, logits)
-        return logits, cache.with_states(view.states, after)
+        cache = cache.with_states(view.states, after)
+        return logits, cache if mtp is None else cache.with_mtp(mtp, after)
 
     def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
         """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, the inputs of the head.
@@ -424,9 +441,12 @@ class LanguageModel(Scored, PretrainedModel):
             x = _nan_beyond(self.position_limit, x, view.context, None)
         return x[:, None] if is_step else x
 
-    def _view(self, cache: KVCache | None, counts: jax.Array | None, length: int) -> LayerCache:
-        """The tokens of a call and the states of its cache, as the first layer sees them."""
+    def _view(
+        self, cache: KVCache | None, counts: jax.Array | None, length: int, groups: Any = None
+    ) -> LayerCache:
+        """The tokens of a call and the states of its cache, as the first layer of these groups sees them."""
         mesh, numbers, tokens = mesh_of([self._sharding]), None, None
+        groups = self._groups if groups is None else groups
         if cache is None:
             return no_cache(length, mesh, counts)
         starts = cache.lengths
@@ -438,11 +458,11 @@ class LanguageModel(Scored, PretrainedModel):
             counts = jnp.minimum(length if counts is None else counts, room)
         # In a cache without the group "sliding", all layers may be in "full", in their order.
         has_others = pages or cache.sliding is not None or cache.more
-        if has_others or set(self._groups) == {"full"}:
-            numbers = jax.tree.map(jnp.asarray, numbers_of(self._groups))
+        if has_others or set(groups) == {"full"}:
+            numbers = jax.tree.map(jnp.asarray, numbers_of(groups))
         if counts is not None:
             tokens = jnp.where(counts > 0, starts, -1)
-        kinds = {name: group.kind for name, group in self._groups.items()}
+        kinds = {name: group.kind for name, group in groups.items()}
         heads = {name: k.heads for name, k in kinds.items() if isinstance(k, KeysValues)}
         heads.setdefault("full", heads.get("sliding", 1))
         recurrent = tuple((name, kind) for name, kind in kinds.items() if isinstance(kind, States))

@@ -36,6 +36,7 @@ class PagePool(Rendered):
             ``[L, R, ...]``.
         parts: number G of equal parts into which a mesh splits pages and rows. In a call, sequences of a part of the
             batch have rows of the same part, and tables with numbers of pages in it.
+        mtp: what a layer of multi-token prediction has of the same sequences; None without one.
 
     Example:
         >>> groups = {"full": (2, KeysValues(1, 4), Place())}
@@ -46,6 +47,7 @@ class PagePool(Rendered):
 
     states: Mapping[str, Slots | Latent | Recurrent]
     parts: int = dataclasses.field(default=1, metadata={"static": True})
+    mtp: MTPPool | None = None
 
     @classmethod
     def of(
@@ -95,7 +97,7 @@ class PagePool(Rendered):
     def _mx_row(self) -> Row:
         arrays = {
             f"{name}{jax.tree_util.keystr(path)}": leaf
-            for name, state in self.states.items()
+            for name, state in (*self.states.items(), ("mtp", self.mtp))
             for path, leaf in jax.tree.leaves_with_path(state)
         }
         return total("PagePool", arrays)
@@ -105,6 +107,24 @@ class PagePool(Rendered):
 
     def __repr__(self) -> str:
         return summary(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTPPool:
+    """What a layer of multi-token prediction has of the sequences of a pool. A pytree.
+
+    Attributes:
+        pages: its keys and values, in pages with the numbers that sequences have in the pool.
+        states: hidden states of the last W tokens of each sequence, ``[R, W, E]``: of position p in place p mod W.
+    """
+
+    pages: PagePool
+    states: jax.Array
+
+    def replace(self, **changes: Any) -> MTPPool:
+        """A copy with other attributes."""
+        return dataclasses.replace(self, **changes)
 
 
 @jax.tree_util.register_dataclass
@@ -124,6 +144,7 @@ class PagedCache:
             None for models whose RoPE does not depend on it.
         is_ragged: whether several sequences of the call are tokens of the same text, one after the other: each token
             is then stored before any attends.
+        found: number of first tokens of each sequence that are in pages of other ones, int32 ``[B]``; None: none are.
     """
 
     pool: PagePool
@@ -132,6 +153,7 @@ class PagedCache:
     rows: jax.Array | None
     text_lengths: jax.Array | None = None
     is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
+    found: jax.Array | None = None
 
     @property
     def batch(self) -> int:
@@ -207,6 +229,11 @@ class PagedCache:
         put = lambda a, i, b: a.at[:, i].set(b, mode="drop")
         of_parts = new.reshape(*each.shape[:2], -1, *each.shape[3:])
         return jax.vmap(put, (1, 0, 1), 1)(each, rows, of_parts).reshape(array.shape)
+
+    def with_mtp(self, mtp: MTPPool, lengths: jax.Array) -> PagedCache:
+        """A copy with other states of the layer of multi-token prediction, and other lengths."""
+        pool = dataclasses.replace(self.pool, mtp=mtp)
+        return dataclasses.replace(self, pool=pool, lengths=lengths)
 
     def read_for(self, after: jax.Array) -> jax.Array:
         """The lengths ``[B]`` for which RoPE is computed in a call after which sequences have ``after`` tokens."""
