@@ -88,8 +88,8 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
 
     Args:
         patterns: glob patterns of full names (``"*.q_proj"``) or endings of names (``"q_proj"``), as PEFT's
-            ``target_modules``; None means all linear layers except those of a head and those in mixtures of
-            experts, and no embedding tables.
+            ``target_modules``; None means all linear layers except those of a head, those in mixtures of
+            experts and those of a layer of multi-token prediction, and no embedding tables.
 
     Raises:
         UserInputError: a pattern matches no layer; the message suggests the nearest name.
@@ -104,7 +104,9 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
         names = [
             name
             for name in names
-            if name.rsplit(".", 1)[-1] not in _HEADS and not head.fullmatch(f"{name}.weight")
+            if name.rsplit(".", 1)[-1] not in _HEADS
+            and not head.fullmatch(f"{name}.weight")
+            and not name.startswith("mtp.")
         ]
         if not names:
             raise UserInputError(

@@ -219,6 +219,11 @@ class Drafts(ModelGuesses):
     def _has_stored(self, text: RunningText, count: int) -> None:
         self._stored[text] = text.pages, count
 
+    def take_over(self, text: RunningText, before: RunningText, pages: list[int]) -> None:
+        held, stored = self._stored.get(before, (None, 0))
+        if held is pages:
+            self._stored[text] = text.pages, min(stored, text.stored)
+
     # --- programs
 
     def _read(self, texts: Sequence[RunningText]) -> bool:

@@ -251,8 +251,11 @@ class Scheduler:
             self._prepare(text)
             if text.after is not None:
                 self.receive()
-                self.memory.take_over(text, text.after)
-                text.after = None
+                before, text.after = text.after, None
+                pages = before.pages
+                self.memory.take_over(text, before)
+                if self.speculation is not None:
+                    self.speculation.take_over(text, before, pages)
             has_slot = text.slot is not None or self.memory.has_free_slot
             if has_slot and self._is_prefix_coming(text):
                 later.append(text)  # it is cheaper to wait for these pages than to read them twice

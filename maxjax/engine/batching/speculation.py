@@ -179,6 +179,11 @@ class Speculation(abc.ABC):
     def guesses(self, plan: GuessCounts, texts: Sequence[RunningText]) -> Guesses:
         """The guesses for texts, which have pages for them."""
 
+    def take_over(  # noqa: B027
+        self, text: RunningText, before: RunningText, pages: list[int]
+    ) -> None:
+        """Learns that a text goes on with the ``pages`` that another one had."""
+
     def steps(self, most: int) -> int:
         """The number of steps of the next call without guesses."""
         return most

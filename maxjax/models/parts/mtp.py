@@ -166,10 +166,11 @@ def _kept(pool: MTPPool, cache: PagedCache, at: jax.Array) -> jax.Array:
 
 def _keep(pool: MTPPool, cache: PagedCache, x: jax.Array, counts: jax.Array) -> jax.Array:
     """The kept states with those of the last of these tokens, states ``[B, T, E]``, of each text."""
-    slots, at = pool.states.shape[0], cache.lengths[:, None] + jnp.arange(x.shape[1])
+    slots, steps = pool.states.shape[0], jnp.arange(x.shape[1])[None]
+    at = cache.lengths[:, None] + steps
     ends = jnp.where(counts > 0, cache.lengths + counts, 0)
     ends = jnp.zeros(slots, jnp.int32).at[cache.rows].max(ends, mode="drop")
     is_last = at >= jnp.take(ends, cache.rows, mode="clip")[:, None] - KEPT
-    is_real = jnp.arange(x.shape[1]) < counts[:, None]
+    is_real = steps < counts[:, None]
     rows = jnp.where(is_real & is_last, cache.rows[:, None], slots)
     return pool.states.at[rows, at % KEPT].set(x.astype(pool.states.dtype), mode="drop")

@@ -10,7 +10,7 @@ import scipy.stats
 import maxjax
 from maxjax.engine.batching import programs, speculation
 from maxjax.engine.batching.calls import compiled_count
-from maxjax.engine.batching.draft import Drafts
+from maxjax.engine.batching.draft import Drafts, ModelGuesses
 from maxjax.engine.batching.lookup import Lookup
 from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.batching.speculation import Rates, Speculation
@@ -86,7 +86,7 @@ def free(monkeypatch):
     """Guesses that cost nothing, so that all are used, whatever the machine measures."""
     monkeypatch.setattr(Speculation, "_time_of", lambda self, shape, rows: 1 + 1e-3 * shape[0])
     monkeypatch.setattr(Speculation, "plain_seconds", lambda self, rows: 1.0)
-    monkeypatch.setattr(Drafts, "extra_time", lambda self, count, rows: 0.0)
+    monkeypatch.setattr(ModelGuesses, "extra_time", lambda self, count, rows: 0.0)
 
 
 @pytest.fixture(params=[True, False], ids=["tokens", "rows"])
@@ -344,6 +344,26 @@ def test_draft_reads_shared_pages_once(model, draft):
     wanted = expected(model, [prompts[0], turn, *prompts[2:]], each, slots=4, chunk=16)
     for one, other in zip([first, turned, *rest], wanted, strict=True):
         same(one, other)
+
+
+def test_draft_reads_a_turn_of_a_conversation_alone(monkeypatch):
+    """It goes on with the pages of the turn before, as the model does."""
+    model, tokenizer = maxjax.load("tiny")
+    read, before = [], Drafts._read_pieces
+
+    def read_pieces(self, pieces):
+        read.extend(count for *_, count in pieces)
+        before(self, pieces)
+
+    monkeypatch.setattr(Drafts, "_read_pieces", read_pieces)
+    chat = maxjax.Conversation(model, tokenizer, eos_ids=(), max_new_tokens=50, draft=model)
+    texts, turns = ("What is 1 + 2?", "1 2 3 4 1 2 3 4", "What is 37 + 48?"), []
+    for text in texts:
+        turns.append((len(read), "".join(chat.say(text))))
+    plain = maxjax.Conversation(model, tokenizer, eos_ids=(), max_new_tokens=50)
+    assert ["".join(plain.say(text)) for text in texts] == [answer for _, answer in turns]
+    for (first, _), (end, _) in zip(turns, [*turns[1:], (len(read), "")], strict=True):
+        assert 0 < sum(read[first:end]) < 50
 
 
 def test_draft_that_is_the_model_is_always_right(model):

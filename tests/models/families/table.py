@@ -49,6 +49,7 @@ def features(model: Any) -> list[str]:
         "RoPE of neighbours": rope is not None and rope.interleaved,
         "layers without RoPE": not all(getattr(m, "uses_rope", True) for m in modules),
         "soft caps": any(caps),
+        "multi-token prediction": model.mtp_class is not None,
     }
     return [name for name, has in found.items() if has]
 
