@@ -375,6 +375,10 @@ class DropLayers(NameRow):
         found = {match[1] for match in map(pattern.fullmatch, names) if match is not None}
         return tuple(one for one in found if not one.endswith(f".{self.but}."))
 
+    def model_name(self, name: str) -> str | None:
+        """See :class:`NameRow`; in a checkpoint with the names of a model that has such a layer it is ``mtp``."""
+        return None if self.but is None and name.startswith("mtp.") else name
+
     def split(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """See :class:`NameRow`."""
         layers = self._layers(tensors)

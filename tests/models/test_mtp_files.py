@@ -184,6 +184,16 @@ def test_gguf(tmp_path):
     assert maxjax.load(path)[0].mtp is None
 
 
+def test_a_step_of_orbax(source, tmp_path):
+    model, _ = maxjax.load(source, mtp=True)
+    maxjax.checkpoint.save(tmp_path, model)
+    again, _ = maxjax.load(tmp_path, mtp=True)
+    wanted = model.state_dict()
+    for name, value in again.state_dict().items():
+        np.testing.assert_array_equal(wanted[name], value, err_msg=name)
+    assert again.mtp is not None and maxjax.load(tmp_path)[0].mtp is None
+
+
 def test_refused(tmp_path):
     maxjax.save_pretrained(made(mtp=False), tmp_path / "none")
     with pytest.raises(CheckpointMismatchError, match="no layer of multi-token prediction"):

@@ -98,8 +98,8 @@ def generate(
         chunk: the maximum number of prompt tokens that are read at once; a power of two.
         cache_dtype: dtype of the KV cache, by default the model's; ``"int8"`` halves the size of a
             bfloat16 cache, and changes results slightly.
-        speculation: ``"lookup"`` guesses tokens from the text itself; answers stay the same, and those that repeat
-            what they are about come faster. As for :class:`maxjax.Engine`.
+        speculation: ``"lookup"`` guesses tokens from the text itself, ``"mtp"`` by the model's own layer of multi-token
+            prediction; answers stay the same, and come faster where guesses are right. As for :class:`maxjax.Engine`.
         draft: a smaller model of the same vocabulary that guesses tokens, as for :class:`maxjax.Engine`.
         chat: False to continue each text as it is, True to refuse a tokenizer without a chat
             template; by default a text is a user's message if there is a template.

@@ -386,8 +386,9 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         outgrown = None if cache is None else self._outgrown(cache, after)
         is_step = view.context.is_step
         x, view = self.hidden_states(ids[:, 0] if is_step else ids, view)
-        follows = keeps and isinstance(cache, PagedCache) and cache.pool.mtp is not None
-        mtp = self._follow(x, ids, cache, counts) if follows else None
+        mtp = None
+        if keeps and isinstance(cache, PagedCache) and cache.pool.mtp is not None:
+            mtp = self._follow(x, ids, cache, counts)
         at, context = None, dataclasses.replace(view.context, counts=counts)
         if last is not False:
             at = jnp.full(batch, length) if counts is None else counts

@@ -7,6 +7,7 @@ import pytest
 
 import maxjax
 from maxjax.engine.batching import programs, speculation
+from maxjax.engine.batching.calls import compiled_count
 from maxjax.engine.batching.speculation import Speculation
 from maxjax.errors import UserInputError
 from maxjax.models import DeepseekV3, DeepseekV3Config, GLM4MoE, GLM4MoEConfig, Llama, LlamaConfig
@@ -73,7 +74,7 @@ def test_settings_of_their_own(model, shapes, slots):
         {"max_new_tokens": 30 + 9 * i, "eos_ids": (), "key": KEY, **one}
         for i, one in enumerate(SETTINGS)
     ]
-    check(model, PROMPTS, each, MTP, slots=slots, chunk=32)
+    check(model, PROMPTS, each, MTP, slots=slots)
 
 
 def test_latent_attention_and_experts(shapes):
@@ -81,7 +82,7 @@ def test_latent_attention_and_experts(shapes):
         {"max_new_tokens": 30 + 9 * i, "eos_ids": (), "key": KEY, **one}
         for i, one in enumerate(SETTINGS[:4])
     ]
-    check(latent(), PROMPTS[:4], each, MTP, slots=3, chunk=32)
+    check(latent(), PROMPTS[:4], each, MTP, slots=3)
 
 
 @pytest.mark.extra
@@ -97,12 +98,12 @@ def test_ends_limits_and_borders_of_pages(model):
 @pytest.mark.parametrize("make", [made, pytest.param(latent, marks=pytest.mark.extra)])
 def test_a_layer_that_predicts_the_model_is_always_right(make):
     """It draws with the model's random numbers; a step then writes as many tokens as it checks."""
-    each = [{**one, "max_new_tokens": 40, "key": KEY, "eos_ids": ()} for one in SETTINGS[:4]]
-    with maxjax.Engine(make(0.0), slots=4, **MTP) as engine:
+    each = [{**one, "max_new_tokens": 40, "key": KEY, "eos_ids": ()} for one in SETTINGS[:3]]
+    with maxjax.Engine(make(0.0), slots=3, **MTP) as engine:
         for answer in [engine.submit(p, **o) for p, o in zip(PROMPTS, each, strict=False)]:
             assert len(answer.result().tokens) == 40
         stats = engine.stats()
-        assert stats.right_tokens == stats.guessed_tokens > 100
+        assert stats.right_tokens == stats.guessed_tokens > 60
         assert stats.steps < 20
 
 
@@ -141,13 +142,13 @@ def test_shared_pages(model):
     """A text that begins with another one's tokens finds the layer's keys there too."""
     common = (np.arange(200) % 12).tolist()
     prompts, each = [[*common, n] for n in range(4)], [{"max_new_tokens": 30}] * 4
-    with maxjax.Engine(made(0.0), slots=2, **MTP) as engine:
+    with maxjax.Engine(made(0.0), slots=3, **MTP) as engine:
         for prompt, options in zip(prompts, each, strict=True):
             engine.submit(prompt, **options).result()
         stats = engine.stats()
         assert stats.found_tokens == 3 * 192
         assert stats.right_tokens == stats.guessed_tokens > 60
-    check(model, prompts, each, MTP, slots=2)
+    check(model, prompts, each, MTP, slots=3)
 
 
 def test_exact(model):
@@ -199,13 +200,14 @@ def test_adapters_change_the_model_and_not_the_layer(model):
 
 
 def tuned(model):
-    found = maxjax.lora.add(model, rank=2, key=jax.random.key(0), targets=["q_proj", "o_proj"])
-    number = iter(range(100))
-    change = lambda a: a + 0.3 * jax.random.normal(jax.random.key(next(number)), a.shape)
-    for _, module in found.named_modules():
-        if getattr(module, "lora_B", None) is not None:
-            module.lora_B.value = change(module.lora_B.value)
-    return found
+    """The model with LoRA weights of all its linear layers; the layer of multi-token prediction gets none."""
+    new, rng = maxjax.lora.add(model, rank=2), np.random.default_rng(0)
+    names = [name for name in new.raw_state_dict() if ".lora_" in name]
+    assert names and not any("mtp" in name for name in names)
+    shapes = {name: new.raw_state_dict()[name].shape for name in names}
+    values = {n: rng.normal(0, 0.2, [*map(int, s)]).astype(np.float32) for n, s in shapes.items()}
+    new.load_state_dict(values, strict=False)
+    return new
 
 
 def test_captures_see_the_model(model):
@@ -220,22 +222,22 @@ def test_captures_see_the_model(model):
     np.testing.assert_allclose(found[1], found[0], atol=1e-5)
 
 
-def test_nothing_is_compiled_after_compile(model):
+def test_nothing_is_compiled_after_compile():
     each = [programs.read, programs.read_tokens, programs.decode, speculation.verify]
-    for program in each:
-        program.clear_cache()
-    with maxjax.Engine(model, slots=3, chunk=32, **MTP) as engine:
+    before = compiled_count(*each)
+    model = made(rms_norm_eps=1e-7)  # a model of its own
+    with maxjax.Engine(model, slots=3, chunk=16, **MTP) as engine:
         count = engine.compile()
         # Those of the model (test_speculation.py), and steps of the layer for 1 and 3 texts.
-        assert count == 2 * (2 + 2 + 3) + 2
-        assert count == sum(program._cache_size() for program in each)
+        assert count == 2 * (1 + 2 + 3) + 2
+        assert count == compiled_count(*each) - before
         waiting = [
             engine.submit(p, max_new_tokens=40, **o) for p, o in zip(PROMPTS, SETTINGS, strict=True)
         ]
         for answer in waiting:
             answer.result()
         assert engine.stats().right_tokens > 0
-        assert sum(program._cache_size() for program in each) == count
+        assert compiled_count(*each) - before == count
 
 
 def test_generate_stream_and_conversation(model):

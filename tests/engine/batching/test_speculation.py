@@ -363,7 +363,7 @@ def test_draft_reads_a_turn_of_a_conversation_alone(monkeypatch):
     plain = maxjax.Conversation(model, tokenizer, eos_ids=(), max_new_tokens=50)
     assert ["".join(plain.say(text)) for text in texts] == [answer for _, answer in turns]
     for (first, _), (end, _) in zip(turns, [*turns[1:], (len(read), "")], strict=True):
-        assert 0 < sum(read[first:end]) < 50
+        assert 0 < sum(read[first:end]) < 90  # a question and an answer have about 110 tokens
 
 
 def test_draft_that_is_the_model_is_always_right(model):
