@@ -13,7 +13,6 @@ from maxjax.errors import UserInputError
 from maxjax.models import DeepseekV3, DeepseekV3Config, GLM4MoE, GLM4MoEConfig, Llama, LlamaConfig
 from maxjax.models.parts.rotary import Rope
 from maxjax.nn.rope_scaling import LongRoPEScalingParams
-from tests.models.decoders import one_character_each
 
 from .test_engine import PROMPTS, SETTINGS, VOCAB, page_bytes, same
 from .test_speculation import check, expected, free, scale, shapes
@@ -240,7 +239,7 @@ def test_nothing_is_compiled_after_compile():
         assert compiled_count(*each) - before == count
 
 
-def test_generate_stream_and_conversation(model):
+def test_generate_and_stream(model):
     options = {"max_new_tokens": 120, "temperature": 0.5, "key": KEY, "eos_ids": ()}
     wanted = maxjax.generate(model, None, PROMPTS, **options)
     for one, other in zip(
@@ -250,12 +249,18 @@ def test_generate_stream_and_conversation(model):
     stream = maxjax.stream(model, None, PROMPTS[0], **options, **MTP)
     assert not list(stream)
     same(stream.completion, wanted[0])
-    tokenizer = one_character_each()
-    chats = [
-        maxjax.Conversation(model, tokenizer, **o, eos_ids=(), max_new_tokens=40, chat=False)
-        for o in ({}, MTP)
-    ]
-    for text in ("abc", "de", "fghij"):
+
+
+def test_conversation():
+    """A turn goes on with the slot, the pages and the last states of the turn before."""
+    tiny, tokenizer = maxjax.load("tiny")
+    sizes = {**SIZES, "num_key_value_heads": 2, "first_k_dense_replace": 2}
+    model = GLM4MoE(GLM4MoEConfig(tiny.config.vocab_size, 32, 64, **sizes))
+    model.make_mtp()
+    model = maxjax.init(model, jax.random.key(3))
+    options = {"eos_ids": (), "max_new_tokens": 30}
+    chats = [maxjax.Conversation(model, tokenizer, **options, **how) for how in ({}, MTP)]
+    for text in ("What is 1 + 2?", "1 2 3 4", "What is 37 + 48?"):
         first, second = ("".join(chat.say(text)) for chat in chats)
         assert first == second
 
