@@ -178,11 +178,14 @@ class PagedCache:
     def of_sequences(self) -> PagedCache:
         """A copy with the recurrent states of these sequences alone, for several calls before :meth:`put_back`."""
         pool = dataclasses.replace(self.pool, states=self.states)
-        return dataclasses.replace(self, pool=pool, rows=None)
+        # Without recurrent states the rows are those of the layer of multi-token prediction.
+        rows = None if self.pool.mtp is None else self.rows
+        return dataclasses.replace(self, pool=pool, rows=rows)
 
     def put_back(self, pool: PagePool) -> PagePool:
         """The pool with the states after calls of what :meth:`of_sequences` has returned, whose pool is ``pool``."""
-        return self.with_states(pool.states, self.lengths).pool
+        found = self.with_states(pool.states, self.lengths).pool
+        return dataclasses.replace(found, mtp=pool.mtp)
 
     def _of_rows(self, state: Recurrent) -> Recurrent:
         """The states of the sequences; zeros for those without tokens, whose row had another one before."""

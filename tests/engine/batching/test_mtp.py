@@ -251,20 +251,6 @@ def test_generate_and_stream(model):
     same(stream.completion, wanted[0])
 
 
-def test_conversation():
-    """A turn goes on with the slot, the pages and the last states of the turn before."""
-    tiny, tokenizer = maxjax.load("tiny")
-    sizes = {**SIZES, "num_key_value_heads": 2, "first_k_dense_replace": 2}
-    model = GLM4MoE(GLM4MoEConfig(tiny.config.vocab_size, 32, 64, **sizes))
-    model.make_mtp()
-    model = maxjax.init(model, jax.random.key(3))
-    options = {"eos_ids": (), "max_new_tokens": 30}
-    chats = [maxjax.Conversation(model, tokenizer, **options, **how) for how in ({}, MTP)]
-    for text in ("What is 1 + 2?", "1 2 3 4", "What is 37 + 48?"):
-        first, second = ("".join(chat.say(text)) for chat in chats)
-        assert first == second
-
-
 def test_refused(model):
     llama = LlamaConfig(VOCAB, 16, 32, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(UserInputError, match="not supported for Llama"):
