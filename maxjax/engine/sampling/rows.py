@@ -398,4 +398,4 @@ def _without_ends(values: jax.Array, early: jax.Array, ends: jax.Array) -> jax.A
     """The values with -inf for the tokens that end a text, in the rows whose answer is too short to end."""
     row = jnp.arange(values.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.where(early[:, None] & (ends >= 0), ends, values.shape[1])
-    return values.at[row, place].set(-jnp.inf, mode="drop")
+    return jnp.asarray(values).at[row, place].set(-jnp.inf, mode="drop")
