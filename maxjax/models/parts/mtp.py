@@ -152,16 +152,22 @@ def _pool(cache: PagedCache) -> MTPPool:
     return cache.pool.mtp
 
 
+def _rows(cache: PagedCache) -> jax.Array:
+    """The slot of each row."""
+    assert cache.rows is not None
+    return cache.rows
+
+
 def _follows(cache: PagedCache, counts: jax.Array) -> jax.Array:
     """Whether the row before each is the token before it of the same text, bools ``[B]``."""
     before = lambda array: jnp.roll(array, 1)
-    is_next = (before(cache.rows) == cache.rows) & (before(cache.lengths) + 1 == cache.lengths)
+    is_next = (before(_rows(cache)) == _rows(cache)) & (before(cache.lengths) + 1 == cache.lengths)
     return is_next & (before(counts) > 0) & (jnp.arange(len(counts)) > 0)
 
 
 def _kept(pool: MTPPool, cache: PagedCache, at: jax.Array) -> jax.Array:
     """The kept states at position ``at`` of each row, ``[B, E]``."""
-    return pool.states.at[cache.rows, at % KEPT].get(mode="clip")
+    return pool.states.at[_rows(cache), at % KEPT].get(mode="clip")
 
 
 def _keep(pool: MTPPool, cache: PagedCache, x: jax.Array, counts: jax.Array) -> jax.Array:
@@ -169,8 +175,8 @@ def _keep(pool: MTPPool, cache: PagedCache, x: jax.Array, counts: jax.Array) -> 
     slots, steps = pool.states.shape[0], jnp.arange(x.shape[1])[None]
     at = cache.lengths[:, None] + steps
     ends = jnp.where(counts > 0, cache.lengths + counts, 0)
-    ends = jnp.zeros(slots, jnp.int32).at[cache.rows].max(ends, mode="drop")
-    is_last = at >= jnp.take(ends, cache.rows, mode="clip")[:, None] - KEPT
+    ends = jnp.zeros(slots, jnp.int32).at[_rows(cache)].max(ends, mode="drop")
+    is_last = at >= jnp.take(ends, _rows(cache), mode="clip")[:, None] - KEPT
     is_real = steps < counts[:, None]
-    rows = jnp.where(is_real & is_last, cache.rows[:, None], slots)
+    rows = jnp.where(is_real & is_last, _rows(cache)[:, None], slots)
     return pool.states.at[rows, at % KEPT].set(x.astype(pool.states.dtype), mode="drop")
