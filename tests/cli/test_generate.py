@@ -14,7 +14,7 @@ import tokenizers
 
 import maxjax
 from maxjax.cli import application as cli
-from maxjax.cli.options import file_path
+from maxjax.cli.options import file_path, text
 
 from .models import in_process, write_model
 
@@ -309,7 +309,7 @@ def test_every_option_with_a_type_refuses_what_is_none():
                 continue
             option = action.option_strings[-1]
             with pytest.raises(SystemExit, match="2"):
-                wrong = "" if option == "--stop" or action.type is file_path else "?"
+                wrong = "" if action.type in (text, file_path) else "?"
                 parser.parse_args([name, *required, f"{option}={wrong}"])
             seen.add(option)
     assert seen >= {"--temperature", "--mesh", "--hbm", "--dtype", "--max-shard-size", "--batch"}

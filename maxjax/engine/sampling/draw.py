@@ -465,7 +465,8 @@ def _largest(values: jax.Array, count: int, size: int = _BLOCK) -> tuple[jax.Arr
     batch, width = values.shape
     blocks = -(-width // size)
     if count > blocks // 4:
-        return tuple(jax.lax.top_k(values, count))
+        found, places = jax.lax.top_k(values, count)
+        return found, places
     spare = blocks * size - width
     tiles = jnp.pad(values, ((0, 0), (0, spare)), constant_values=-jnp.inf)
     tiles = tiles.reshape(batch, blocks, size)
