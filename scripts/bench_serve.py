@@ -4,8 +4,8 @@
     python scripts/bench_serve.py --model MODEL.gguf           # load, first
     python scripts/bench_serve.py --model MODEL.gguf --only peer --server llama-server
 
-Server and clients run on one machine, over the loopback. The model has a tokenizer; answers are greedy, and of given
-lengths (ignore_eos).
+Server and clients run on one machine, over the loopback. The model has a tokenizer; answers are greedy, and of
+given lengths (ignore_eos).
 
 load   --clients streaming clients for --minutes: errors, answers that differ from the same request alone, memory at the
        end over memory after a fifth of the time, CPU seconds of the server for a token over those of an Engine that
@@ -34,7 +34,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import maxjax
 from maxjax.cli.bench_server import ask, ask_all, random_texts
-from maxjax.cli.remote import Server, pieces
+from maxjax.cli.remote import RemoteServer, pieces
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -65,23 +65,25 @@ def free_port() -> int:
 
 
 @contextmanager
-def maxjax_server(model: str, slots: int, is_quick: bool = False) -> Iterator[tuple[Server, int]]:
+def maxjax_server(
+    model: str, slots: int, is_quick: bool = False
+) -> Iterator[tuple[RemoteServer, int]]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "maxjax", "serve", model, "--port", port, "--slots", slots, "--name", "m",
                *(["--no-compile"] if is_quick else [])]  # fmt: skip
     with process_of(command, url, "/ready") as pid:
-        yield Server(url, None, "m"), pid
+        yield RemoteServer(url, None, "m"), pid
 
 
 @contextmanager
-def llama_server(model: str, slots: int, binary: str) -> Iterator[Server]:
+def llama_server(model: str, slots: int, binary: str) -> Iterator[RemoteServer]:
     port, threads = free_port(), os.cpu_count()
     url = f"http://127.0.0.1:{port}"
     command = [binary, "-m", model, "--port", port, "-np", slots, "-c", slots * 2048, "-t", threads, "-tb", threads,
                "--threads-http", slots, "--no-webui"]  # fmt: skip
     with process_of(command, url, "/health"):
-        yield Server(url, None, "m")
+        yield RemoteServer(url, None, "m")
 
 
 def cpu_of(pid: int) -> float:
@@ -95,7 +97,7 @@ def memory_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
 
 
-def text_of(server: Server, prompt: str, new: int) -> str:
+def text_of(server: RemoteServer, prompt: str, new: int) -> str:
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
     found = [one.body.get("choices") or () for one in pieces(server, "/completions", body)]
     return "".join(choice.get("text") or "" for choices in found for choice in choices)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from ..columns import Table
 from ..errors import UserInputError, printable
-from .remote import Server, pieces, server_of
+from .remote import RemoteServer, pieces, server_of
 
 _WORDS = "apple river stone cloud green seven quiet north paper light music table winter bread glass".split()
 
 
-class Asked(NamedTuple):
+class Answered(NamedTuple):
     """A request that has been answered: all times in seconds.
 
     Attributes:
@@ -61,7 +61,9 @@ def random_texts(count: int, words: int) -> Iterator[str]:
         yield " ".join(draw.choice(_WORDS) for _ in range(words))
 
 
-def ask_all(server: Server, prompts: Sequence[str], new: int, concurrency: int) -> list[Asked]:
+def ask_all(
+    server: RemoteServer, prompts: Sequence[str], new: int, concurrency: int
+) -> list[Answered]:
     """Asks for an answer to each prompt, so many at once."""
     left, found, lock = iter(prompts), [], threading.Lock()
 
@@ -83,7 +85,7 @@ def ask_all(server: Server, prompts: Sequence[str], new: int, concurrency: int) 
     return found
 
 
-def ask(server: Server, prompt: str, new: int) -> Asked:
+def ask(server: RemoteServer, prompt: str, new: int) -> Answered:
     """The answer to a prompt, of exactly ``new`` tokens where the server knows ``ignore_eos``."""
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
     began, times, usage = time.perf_counter(), [], {}
@@ -93,24 +95,24 @@ def ask(server: Server, prompt: str, new: int) -> Asked:
             if any(choice.get("text") for choice in found.get("choices") or ()):
                 times.append(when)
     except UserInputError as error:
-        return Asked(error=str(error))
+        return Answered(error=str(error))
     end = time.perf_counter()
     if not times or not usage:
-        return Asked(error="the server has sent no text, or no numbers of tokens")
-    return Asked(
+        return Answered(error="the server has sent no text, or no numbers of tokens")
+    return Answered(
         times[0] - began, [b - a for a, b in pairwise(times)], end - began, usage["prompt_tokens"],
         usage["completion_tokens"],
     )  # fmt: skip
 
 
-def summary(found: Sequence[Asked], seconds: float) -> dict[str, Any]:
+def summary(found: Sequence[Answered], seconds: float) -> dict[str, Any]:
     """Rates, and the mean, median and 99th percentile of times in milliseconds.
 
     Raises:
         UserInputError: no request was answered.
 
     Example:
-        >>> one = Asked(first=0.5, gaps=[0.1, 0.1], whole=0.7, read=4, written=3)
+        >>> one = Answered(first=0.5, gaps=[0.1, 0.1], whole=0.7, read=4, written=3)
         >>> found = summary([one], 1.0)
         >>> found["output_tokens_s"], found["tpot_ms"]["median"]
         (3.0, 100.0)
@@ -148,7 +150,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _table(found: dict[str, Any], asked: Sequence[Asked]) -> Iterator[str | Table]:
+def _table(found: dict[str, Any], asked: Sequence[Answered]) -> Iterator[str | Table]:
     failed = f", {found['failed']} failed" if found["failed"] else ""
     yield Table(
         [

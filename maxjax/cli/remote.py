@@ -20,7 +20,7 @@ from .options import TINY
 _SECONDS = 600
 
 
-class Server(NamedTuple):
+class RemoteServer(NamedTuple):
     """Where a server is, and what is sent with each request.
 
     Attributes:
@@ -33,7 +33,7 @@ class Server(NamedTuple):
     key: str | None = None
     model: str | None = None
 
-    def chosen(self) -> Server:
+    def chosen(self) -> RemoteServer:
         """The same with the name of a model.
 
         Raises:
@@ -78,14 +78,14 @@ def _told(error: urllib.error.HTTPError) -> str:
     return f"{error.code} {error.reason}"
 
 
-class Piece(NamedTuple):
+class AnswerEvent(NamedTuple):
     """A piece of an answer: when it came (``time.perf_counter``), and the event's body."""
 
     time: float
     body: dict[str, Any]
 
 
-def pieces(server: Server, path: str, body: dict[str, Any]) -> Iterator[Piece]:
+def pieces(server: RemoteServer, path: str, body: dict[str, Any]) -> Iterator[AnswerEvent]:
     """The events of a streamed answer.
 
     Raises:
@@ -105,7 +105,7 @@ def pieces(server: Server, path: str, body: dict[str, Any]) -> Iterator[Piece]:
                 found = json.loads(line[6:])
                 if "error" in found:
                     raise UserInputError(f"{server.url}: {found['error'].get('message')}")
-                yield Piece(time.perf_counter(), found)
+                yield AnswerEvent(time.perf_counter(), found)
         except (OSError, ValueError) as error:
             raise UserInputError(
                 f"{server.url} has ended its answer: {first_line(error)}"
@@ -122,7 +122,7 @@ _FIELDS = {
 _OF_MODELS = ("revision", "mesh", "activations", "cache_dtype", "debug_nans")
 
 
-def server_of(options: argparse.Namespace) -> Server:
+def server_of(options: argparse.Namespace) -> RemoteServer:
     """The server that ``--url``, ``--served-name`` and ``--api-key`` name.
 
     Raises:
@@ -141,7 +141,7 @@ def server_of(options: argparse.Namespace) -> Server:
             key = options.api_key.read_text("utf-8").split("\n")[0].strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UserInputError(f"{options.api_key}: {first_line(error)}") from error
-    return Server(options.url, key, options.served_name).chosen()
+    return RemoteServer(options.url, key, options.served_name).chosen()
 
 
 def chat_fields(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class RemoteConversation:
         settings: fields of the requests.
     """
 
-    def __init__(self, server: Server, opening: list[Any], settings: dict[str, Any]):
+    def __init__(self, server: RemoteServer, opening: list[Any], settings: dict[str, Any]):
         self.server, self._settings = server, settings
         self._opening = list(opening)
         self.messages: list[Any] = list(opening)

@@ -63,7 +63,7 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
     try:
         from ..serving.app import application
         from ..serving.run import run
-        from ..serving.server import Limits, Server
+        from ..serving.server import RequestLimits, Server
     except ImportError as error:
         raise UserInputError(
             f"maxjax serve needs packages that are not installed ({error.name}): pip install maxjax[serve]"
@@ -74,7 +74,7 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
     _log_to_stderr("maxjax", "maxjax: %(message)s")
     server = Server(
         options.name or last_part(options.model), keys, options.shared_prefixes,
-        Limits(seconds=options.timeout, waiting=options.waiting), options.tool_call_parser,
+        RequestLimits(seconds=options.timeout, waiting=options.waiting), options.tool_call_parser,
     )  # fmt: skip
     loading = threading.Thread(target=_load, args=(options, server), daemon=True)
 

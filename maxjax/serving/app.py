@@ -34,7 +34,7 @@ from .http import (
     send_json,
     until_gone,
 )
-from .server import DEFAULT_LIMITS, Limits, Server
+from .server import DEFAULT_LIMITS, RequestLimits, Server
 
 _LOG = logging.getLogger("maxjax.serving")
 _ACCESS = logging.getLogger("maxjax.access")
@@ -56,7 +56,7 @@ _ALIASES = {"/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank"}
 
 def app(
     engine: Any, *, name: str | None = None, keys: Sequence[str] = (), shares_prefixes: bool = False,
-    origins: Sequence[str] = (), limits: Limits = DEFAULT_LIMITS, format: str | None = None,
+    origins: Sequence[str] = (), limits: RequestLimits = DEFAULT_LIMITS, format: str | None = None,
 ) -> Starlette:  # fmt: skip
     """An ASGI application that answers OpenAI's API with an engine.
 

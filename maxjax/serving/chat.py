@@ -25,7 +25,7 @@ async def chat(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
     """Answers a chat, whole or as events."""
     body = decoded(asked.body, ChatRequest)
     request = Chat(asked, body)
-    form = _Form(asked, body)
+    form = _ChatForm(asked, body)
     return form.events(request) if body.stream else await form.whole(request)
 
 
@@ -78,14 +78,16 @@ class Chat:
             found["schema"] = schema
         return found
 
-    def _parts(self, completion: Any) -> Parts:
+    def _parts(self, completion: Any) -> WrittenParts:
         if self._forced is not None:
-            return Parts(self._forced, None)
+            return WrittenParts(self._forced, None)
         # Without tools an answer that looks like a call is a text.
         tools = self._settings["template_kwargs"].get("tools", ())
-        return Parts(None, AnswerParser(self._asked.server.format, completion.prompt or "", tools))
+        return WrittenParts(
+            None, AnswerParser(self._asked.server.format, completion.prompt or "", tools)
+        )
 
-    async def whole(self) -> list[tuple[Any, Parts]]:
+    async def whole(self) -> list[tuple[Any, WrittenParts]]:
         """The completions when all have ended, and their parts."""
         async with answers(self._asked, [self._chat], self._body, self._settings) as pending:
             completions = await completions_of(self._asked, pending)
@@ -97,13 +99,13 @@ class Chat:
             found.append((one, parts))
         return found
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, list[Delta], Any, Parts]]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, list[ChatDelta], Any, WrittenParts]]:
         """As answers are written: the number of an answer, what has come, its completion so far, and its parts.
 
         The end of an answer is told by ``parts.has_ended``.
         """
         async with answers(self._asked, [self._chat], self._body, self._settings) as pending:
-            parts: dict[int, Parts] = {}
+            parts: dict[int, WrittenParts] = {}
             async for i, piece in pieces_of(self._asked, pending):
                 completion = pending[i].completion
                 if i not in parts:
@@ -112,7 +114,7 @@ class Chat:
                 yield i, found, completion, parts[i]
 
 
-class _Form:
+class _ChatForm:
     """The form of ``/v1/chat/completions``."""
 
     def __init__(self, asked: Asked, body: ChatRequest):
@@ -128,7 +130,7 @@ class _Form:
         usage = usage_of(self._asked, [one for one, _ in found], self._body.n)
         return {"object": "chat.completion", **self._head, "choices": choices, "usage": usage}
 
-    def _choice(self, index: int, completion: Any, parts: Parts) -> dict[str, Any]:
+    def _choice(self, index: int, completion: Any, parts: WrittenParts) -> dict[str, Any]:
         content = None if parts.calls and not parts.content else parts.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if parts.reasoning:
@@ -175,15 +177,15 @@ class _Form:
         return None if found is None else chat_logprobs(self._asked.server.tokenizer, found)
 
 
-def _fields(delta: Delta) -> dict[str, Any]:
+def _fields(delta: ChatDelta) -> dict[str, Any]:
     """A delta as this API has it."""
-    if isinstance(delta, Call):
+    if isinstance(delta, CallDelta):
         return {"tool_calls": [{"index": delta.index, **_call(delta)}]}
     kind = "reasoning_content" if delta.is_reasoning else "content"
     return {kind: delta.text}
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: CallDelta) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -234,14 +236,14 @@ def _schema(body: ChatRequest) -> dict[str, Any] | None:
     return wanted.json_schema.schema or {"type": "object"}
 
 
-class Text(msgspec.Struct):
+class TextDelta(msgspec.Struct):
     """A piece of text of an answer."""
 
     text: str
     is_reasoning: bool = False
 
 
-class Call(msgspec.Struct):
+class CallDelta(msgspec.Struct):
     """A call of a function: its number among those of the answer, and its arguments as JSON."""
 
     index: int
@@ -250,10 +252,10 @@ class Call(msgspec.Struct):
     arguments: str
 
 
-Delta = Text | Call
+ChatDelta = TextDelta | CallDelta
 
 
-class Parts:
+class WrittenParts:
     """The parts of an answer, and the deltas that they come in.
 
     Attributes:
@@ -265,17 +267,17 @@ class Parts:
     def __init__(self, forced: _Forced | None, parser: AnswerParser | None):
         self._forced, self._parser, self._text = forced, parser, ""
         self.content = self.reasoning = ""
-        self.calls: list[Call] = []
+        self.calls: list[CallDelta] = []
         self.has_ended = False
 
-    def push(self, piece: str) -> list[Delta]:
+    def push(self, piece: str) -> list[ChatDelta]:
         """The deltas that a piece of text makes."""
         if self._parser is None:  # a forced call is told when it is whole
             self._text += piece
             return []
         return [self._delta(one) for one in self._parser.push(piece)]
 
-    def end(self) -> list[Delta]:
+    def end(self) -> list[ChatDelta]:
         """The deltas at the end of the text."""
         self.has_ended = True
         if self._parser is not None:
@@ -285,22 +287,22 @@ class Parts:
             found = msgspec.json.decode(self._text)
         except msgspec.DecodeError:  # it was cut
             self.content = self._text
-            return [Text(self._text)]
+            return [TextDelta(self._text)]
         if self._forced.name is not None:
             return [self._call(self._forced.name, self._text)]
         return [self._call(one["name"], json_of(one["arguments"])) for one in found]
 
-    def _delta(self, one: Any) -> Delta:
+    def _delta(self, one: Any) -> ChatDelta:
         if one.kind == "call":
             return self._call(one.name, one.text, one.id)
         if one.kind == "reasoning":
             self.reasoning += one.text
         else:
             self.content += one.text
-        return Text(one.text, one.kind == "reasoning")
+        return TextDelta(one.text, one.kind == "reasoning")
 
-    def _call(self, name: str, arguments: str, given: str | None = None) -> Call:
-        call = Call(len(self.calls), given or f"call_{uuid.uuid4().hex[:24]}", name, arguments)
+    def _call(self, name: str, arguments: str, given: str | None = None) -> CallDelta:
+        call = CallDelta(len(self.calls), given or f"call_{uuid.uuid4().hex[:24]}", name, arguments)
         self.calls.append(call)
         return call
 

@@ -104,7 +104,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     """A function that the model may call."""
 
     name: str
@@ -117,7 +117,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     """A tool: functions alone are supported."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionTool
 
 
 class Named(msgspec.Struct, forbid_unknown_fields=True):
@@ -133,7 +133,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     function: Named
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """A call of a function in an earlier answer."""
 
     id: str
@@ -154,7 +154,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

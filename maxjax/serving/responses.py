@@ -12,20 +12,20 @@ import msgspec
 
 from .answers import usage_of
 from .asked import Asked
-from .chat import Call, Chat, Text
+from .chat import CallDelta, Chat, TextDelta
 from .errors import RequestError, unsupported
-from .fields import Call as CallMessage
 from .fields import (
     CalledFunction,
     ChatRequest,
     Count,
-    Function,
+    FunctionTool,
     JsonSchema,
     Message,
     Named,
     ResponseFormat,
     StreamOptions,
     Tool,
+    ToolCall,
     ToolChoice,
     decoded,
 )
@@ -56,7 +56,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     summary: Literal["auto"] | None = None
 
 
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+class FlatFunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     """A function, as this API has it."""
 
     type: Literal["function"]
@@ -87,14 +87,14 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     store: bool = False
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[FlatFunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
 
 
 async def respond(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
     """Answers a list of items, whole or as events."""
     body = decoded(asked.body, ResponsesRequest)
-    form = _Form(asked, body)
+    form = _ResponseForm(asked, body)
     chat = Chat(asked, _chat_request(body))
     return form.events(chat) if body.stream else await form.whole(chat)
 
@@ -113,7 +113,7 @@ def _chat_request(body: ResponsesRequest) -> ChatRequest:
         schema = JsonSchema(form.name, form.schema) if form.type == "json_schema" else None
         wanted = ResponseFormat(form.type, schema)
     tools = [
-        Tool("function", Function(one.name, one.description, one.parameters))
+        Tool("function", FunctionTool(one.name, one.description, one.parameters))
         for one in body.tools or ()
     ]
     choice = body.tool_choice
@@ -134,7 +134,7 @@ def _add(messages: list[Message], item: dict[str, Any], place: str) -> None:
         given = {name: item[name] for name in ("role", "content") if name in item}
         messages.append(_converted(given, Message, place))
     elif kind == "function_call":
-        call = CallMessage(of("call_id"), "function", CalledFunction(of("name"), of("arguments")))
+        call = ToolCall(of("call_id"), "function", CalledFunction(of("name"), of("arguments")))
         last = _assistant(messages)
         last.tool_calls = [*(last.tool_calls or ()), call]
     elif kind == "function_call_output":
@@ -173,7 +173,7 @@ def _converted(given: Any, kind: type[Any], place: str) -> Any:
 # --- the response -------------------------------------------------------------------------
 
 
-class _Form:
+class _ResponseForm:
     """The form of ``/v1/responses``."""
 
     def __init__(self, asked: Asked, body: ResponsesRequest):
@@ -224,8 +224,10 @@ class _Form:
                     for name in ("created", "in_progress"):
                         yield self._event(f"response.{name}", response=self._response(items))
                 for delta in found:
-                    kind = type(delta), isinstance(delta, Text) and delta.is_reasoning
-                    if writing is not None and (writing.kind != kind or isinstance(delta, Call)):
+                    kind = type(delta), isinstance(delta, TextDelta) and delta.is_reasoning
+                    if writing is not None and (
+                        writing.kind != kind or isinstance(delta, CallDelta)
+                    ):
                         for one in self._ended(writing, items):
                             yield one
                         writing = None
@@ -236,7 +238,7 @@ class _Form:
                     yield self._grown(writing, delta)
                 if parts.has_ended:
                     if writing is None and not items:  # an answer without text
-                        writing = _Item((Text, False), 0, Text(""))
+                        writing = _Item((TextDelta, False), 0, TextDelta(""))
                         for one in self._begun(writing):
                             yield one
                     if writing is not None:
@@ -263,16 +265,16 @@ class _Form:
             )
         return found
 
-    def _grown(self, item: _Item, delta: Text | Call) -> bytes:
-        new = delta.text if isinstance(delta, Text) else delta.arguments
+    def _grown(self, item: _Item, delta: TextDelta | CallDelta) -> bytes:
+        new = delta.text if isinstance(delta, TextDelta) else delta.arguments
         item.text += new
         more = {"logprobs": []} if item.event == "output_text" else {}
         return self._event(f"response.{item.event}.delta", **item.place, delta=new, **more)
 
     def _ended(self, item: _Item, items: list[Any]) -> list[bytes]:
-        name = "arguments" if isinstance(item.delta, Call) else "text"
+        name = "arguments" if isinstance(item.delta, CallDelta) else "text"
         more = {"logprobs": []} if item.event == "output_text" else {}
-        if isinstance(item.delta, Call):
+        if isinstance(item.delta, CallDelta):
             more = {"name": item.delta.name}
         found = [
             self._event(f"response.{item.event}.done", **item.place, **{name: item.text}, **more)
@@ -297,9 +299,9 @@ class _Item:
         delta: the first delta of it.
     """
 
-    def __init__(self, kind: tuple[Any, bool], index: int, delta: Text | Call):
+    def __init__(self, kind: tuple[Any, bool], index: int, delta: TextDelta | CallDelta):
         self.kind, self.index, self.delta, self.text = kind, index, delta, ""
-        is_call, is_reasoning = isinstance(delta, Call), kind[1]
+        is_call, is_reasoning = isinstance(delta, CallDelta), kind[1]
         self.name = _name("fc" if is_call else "rs" if is_reasoning else "msg")
         self.event = "output_text"
         if is_call or is_reasoning:
@@ -314,7 +316,7 @@ class _Item:
 
     def shown(self, status: str) -> dict[str, Any]:
         """The item as the response has it."""
-        if isinstance(self.delta, Call):
+        if isinstance(self.delta, CallDelta):
             return _call(self.name, self.delta, status, self.text)
         if self.kind[1]:
             return _reasoning(self.name, self.text, status)
@@ -350,7 +352,7 @@ def _reasoning(name: str, text: str, status: str = "completed") -> dict[str, Any
 
 
 def _call(
-    name: str, call: Call, status: str = "completed", arguments: str | None = None
+    name: str, call: CallDelta, status: str = "completed", arguments: str | None = None
 ) -> dict[str, Any]:
     return {
         "type": "function_call", "id": name, "call_id": call.id, "name": call.name,

@@ -18,7 +18,7 @@ from .metrics import Metrics
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a client may ask for.
 
     Attributes:
@@ -38,7 +38,7 @@ class Limits:
     texts: int = 2048
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = RequestLimits()
 
 
 class Server:
@@ -63,8 +63,8 @@ class Server:
     """
 
     def __init__(
-        self, name: str, keys: Sequence[str] = (), shares_prefixes: bool = False, limits: Limits = DEFAULT_LIMITS,
-        format: str | None = None,
+        self, name: str, keys: Sequence[str] = (), shares_prefixes: bool = False,
+        limits: RequestLimits = DEFAULT_LIMITS, format: str | None = None,
     ):  # fmt: skip
         self.name, self.limits = name, limits
         self._format = None if format is None else format_named(format).names[0]

@@ -46,7 +46,7 @@ CHANNEL, START, MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 ENDS_OF_MESSAGE = ("<|end|>", "<|call|>", "<|return|>")
 
 
-class Format(NamedTuple):
+class CallFormat(NamedTuple):
     """How a family of models writes calls.
 
     Attributes:
@@ -118,82 +118,82 @@ _GEMMA = BracesSyntax("<|tool_call>", "<tool_call|>", '<|"|>')
 _FUNCTION_GEMMA = BracesSyntax("<start_function_call>", "<end_function_call>", "<escape>")
 
 FORMATS = (
-    Format(("openai", "harmony"), signs=(CHANNEL, MESSAGE), is_channels=True),
-    Format(
+    CallFormat(("openai", "harmony"), signs=(CHANNEL, MESSAGE), is_channels=True),
+    CallFormat(
         ("deepseek_v32", "deepseek_v4"),
         (_DSML,),
         tuple((f"<｜DSML｜{one}>", f"</｜DSML｜{one}>") for one in ("function_calls", "tool_calls")),
         ("｜DSML｜",),
     ),
-    Format(
+    CallFormat(
         ("deepseek_v3", "deepseek_v31"),
         _DEEPSEEK,
         (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
         ("<｜tool▁call▁begin｜>",),
         inside=("<｜tool▁sep｜>",),
     ),
-    Format(
+    CallFormat(
         ("kimi_k2",),
         (_KIMI,),
         (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
         ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
         inside=("<|tool_call_argument_begin|>",),
     ),
-    Format(
+    CallFormat(
         ("minimax_m2",),
         (_MINIMAX,),
         (("<minimax:tool_call>", "</minimax:tool_call>"),),
         ("<minimax:tool_call>",),
     ),
-    Format(
+    CallFormat(
         ("seed_oss",), (_QWEN,), (("<seed:tool_call>", "</seed:tool_call>"),), ("<seed:tool_call>",)
     ),
-    Format(("gemma4",), (_GEMMA,), signs=("<|tool_call>", '<|"|>'), inside=('<|"|>',)),
-    Format(
+    CallFormat(("gemma4",), (_GEMMA,), signs=("<|tool_call>", '<|"|>'), inside=('<|"|>',)),
+    CallFormat(
         ("functiongemma",),
         (_FUNCTION_GEMMA,),
         signs=("<start_function_call>",),
         inside=("<escape>",),
     ),
-    Format(("mistral",), _MISTRAL, signs=("[TOOL_CALLS]",), inside=("[CALL_ID]", "[ARGS]")),
-    Format(
+    CallFormat(("mistral",), _MISTRAL, signs=("[TOOL_CALLS]",), inside=("[CALL_ID]", "[ARGS]")),
+    CallFormat(
         ("cohere_command3",),
         (JsonSyntax("<|START_ACTION|>", "<|END_ACTION|>"),),
         signs=("<|START_ACTION|>",),
     ),
-    Format(
+    CallFormat(
         ("internlm",),
         (JsonSyntax("<|action_start|><|plugin|>", "<|action_end|>"),),
         signs=("<|action_start|>", "<|plugin|>"),
         inside=("<|action_start|>", "<|plugin|>"),
     ),
-    Format(("nemotron_json",), (JsonSyntax("<TOOLCALL>", "</TOOLCALL>"),), signs=("<TOOLCALL>",)),
-    Format(
+    CallFormat(("nemotron_json",), (JsonSyntax("<TOOLCALL>", "</TOOLCALL>"),), signs=("<TOOLCALL>",)),
+    CallFormat(
         ("longcat",),
         (JsonSyntax("<longcat_tool_call>", "</longcat_tool_call>"),),
         signs=("<longcat_tool_call>",),
     ),
-    Format(
+    CallFormat(
         ("lfm2",),
         (PythonSyntax("<|tool_call_start|>", "<|tool_call_end|>"),),
         signs=("<|tool_call_start|>",),
     ),
-    Format(
+    CallFormat(
         ("olmo3",), (PythonSyntax("<function_calls>", "</function_calls>"),), signs=("<function_calls>",)
     ),
-    Format(
+    CallFormat(
         ("glm45", "glm47"),
         (PairsSyntax(),),
         signs=("<tool_call>", "<arg_key>"),
         inside=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    Format(
+    CallFormat(
         ("qwen3_coder", "qwen3_xml", "mimo", "step3p5"),
         (_QWEN,),
         (("<tool_call>", "</tool_call>"),),
         ("<tool_call>", "<function="),
     ),
-    Format(
+    CallFormat(
         ("granite",),
         (JsonSyntax("<|tool_call|>", "<|/tool_call|>"), JsonSyntax("<tool_call>", "</tool_call>")),
         signs=("<|tool_call|>",),
@@ -203,31 +203,31 @@ FORMATS = (
         ),
         wrappers=("<response>", "</response>"),
     ),
-    Format(("granite-20b-fc",), (JsonSyntax("<function_call>"),), signs=("<function_call>",)),
-    Format(("hermes", "qwen3_json", "granite4", "ernie45"), (_HERMES,), signs=("<tool_call>",)),
-    Format(
+    CallFormat(("granite-20b-fc",), (JsonSyntax("<function_call>"),), signs=("<function_call>",)),
+    CallFormat(("hermes", "qwen3_json", "granite4", "ernie45"), (_HERMES,), signs=("<tool_call>",)),
+    CallFormat(
         ("hunyuan_a13b", "jamba"),
         (JsonSyntax("<tool_calls>", "</tool_calls>"),),
         signs=("<tool_calls>",),
         wrappers=("<answer>", "</answer>"),
     ),
-    Format(
+    CallFormat(
         ("apertus",),
         (JsonSyntax("<|tools_prefix|>", "<|tools_suffix|>", is_keyed=True),),
         signs=("<|tools_prefix|>",),
     ),
-    Format(("functionary",), (XmlSyntax(),), signs=("<function=",)),
-    Format(
+    CallFormat(("functionary",), (XmlSyntax(),), signs=("<function=",)),
+    CallFormat(
         ("phi4_mini_json",),
         (JsonSyntax("<|tool_call|>", "<|/tool_call|>"), _FUNCTOOLS),
         signs=("<|tool|>", "<|/tool|>"),
     ),
-    Format(("functools",), (_FUNCTOOLS,), signs=("functools",)),
-    Format(("llama4_pythonic", "pythonic"), (PythonSyntax("["),), _LLAMA4, ("[func_name1(",)),
-    Format(
+    CallFormat(("functools",), (_FUNCTOOLS,), signs=("functools",)),
+    CallFormat(("llama4_pythonic", "pythonic"), (PythonSyntax("["),), _LLAMA4, ("[func_name1(",)),
+    CallFormat(
         ("llama4_json",), (BareSyntax(),), _LLAMA4 + _LLAMA3, ('"parameters": ', "<|header_start|>")
     ),
-    Format(
+    CallFormat(
         ("llama3_json",),
         (BareSyntax(), BuiltinSyntax("<|python_tag|>")),
         _LLAMA3,
@@ -238,7 +238,7 @@ FORMATS = (
 
 _BY_NAME = {name: one for one in FORMATS for name in one.names}
 
-ANY = Format(
+ANY = CallFormat(
     (),
     tuple(
         dict.fromkeys(
@@ -251,7 +251,7 @@ ANY = Format(
 """All formats with marks, for answers of a model whose format is not known."""
 
 
-def format_named(name: str | None) -> Format:
+def format_named(name: str | None) -> CallFormat:
     """Return the format of a name; all that have marks for None.
 
     Raises:

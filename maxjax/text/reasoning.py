@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     tool_calls: tuple[dict[str, Any], ...] = ()
 
 
-class Delta(NamedTuple):
+class AnswerDelta(NamedTuple):
     """A piece of an answer: text of its reasoning, text of its content, or a whole call of a function.
 
     Attributes:
@@ -77,13 +77,13 @@ def parts_of(text: str, prompt: str = "", format: str | None = None, tools: Any 
     return parts_in(deltas_of(text, prompt, format, tools))
 
 
-def deltas_of(text: str, prompt: str, format: str | None, tools: Any) -> list[Delta]:
+def deltas_of(text: str, prompt: str, format: str | None, tools: Any) -> list[AnswerDelta]:
     """Return the deltas of a finished answer; the arguments are those of :func:`parts_of`."""
     parser = AnswerParser(format, prompt, tools)
     return [*parser.push(text), *parser.flush()]
 
 
-def parts_in(deltas: Sequence[Delta]) -> Parts:
+def parts_in(deltas: Sequence[AnswerDelta]) -> Parts:
     """Join deltas to the parts of their answer."""
     thoughts = [one.text for one in deltas if one.kind == "reasoning"]
     calls = [one for one in deltas if one.kind == "call"]
@@ -115,9 +115,9 @@ class AnswerParser:
     Example:
         >>> parser = AnswerParser("hermes", "")
         >>> parser.push("Look.<tool_")
-        [Delta(kind='content', text='Look.', index=0, name=None, id=None)]
+        [AnswerDelta(kind='content', text='Look.', index=0, name=None, id=None)]
         >>> parser.push('call>{"name": "add", "arguments": {"a": 3}}</tool_call>')
-        [Delta(kind='call', text='{"a": 3}', index=0, name='add', id=None)]
+        [AnswerDelta(kind='call', text='{"a": 3}', index=0, name='add', id=None)]
         >>> parser.flush()
         []
     """
@@ -152,7 +152,7 @@ class AnswerParser:
         self._interrupts = frozenset(one for one in {*calls, *self._openings} if len(one) > 1)
 
         self._buffer, self._is_whole = "", False
-        self._deltas: list[Delta] = []
+        self._deltas: list[AnswerDelta] = []
         self._count = 0
         self._has_content = self._has_reasoning = False
         self._blank = ""  # whitespace of the content that ends it, unless more follows
@@ -172,17 +172,17 @@ class AnswerParser:
             elif CHANNEL in begun:
                 self._buffer, self._step = begun, self._in_head
 
-    def push(self, piece: str) -> list[Delta]:
+    def push(self, piece: str) -> list[AnswerDelta]:
         """Take the next piece of the answer, and return what is now certain."""
         self._buffer += piece
         return self._run()
 
-    def flush(self) -> list[Delta]:
+    def flush(self) -> list[AnswerDelta]:
         """End the answer, and return what was held back."""
         self._is_whole = True
         return self._run()
 
-    def _run(self) -> list[Delta]:
+    def _run(self) -> list[AnswerDelta]:
         while self._step():
             pass
         if self._is_whole:
@@ -195,7 +195,7 @@ class AnswerParser:
     def _add(self, kind: Literal["reasoning", "content"], text: str) -> None:
         if self._deltas and self._deltas[-1].kind == kind:
             text = self._deltas.pop().text + text
-        self._deltas.append(Delta(kind, text))
+        self._deltas.append(AnswerDelta(kind, text))
 
     def _write(self, text: str) -> None:
         """Add text to the content, without whitespace that may be its end."""
@@ -232,7 +232,9 @@ class AnswerParser:
             self._add("reasoning", kept)
 
     def _call(self, call: Call) -> None:
-        self._deltas.append(Delta("call", json_of(call.arguments), self._count, call.name, call.id))
+        self._deltas.append(
+            AnswerDelta("call", json_of(call.arguments), self._count, call.name, call.id)
+        )
         self._count += 1
         self._before_calls = (self._before_calls if self._after_call else "") or self._blank
         self._blank, self._held, self._after_call = "", "", True

@@ -9,7 +9,7 @@ import pytest
 from maxjax.serving.admission import Admission
 from maxjax.serving.errors import RequestError
 from maxjax.serving.http import ClientGoneError, send_events
-from maxjax.serving.server import Limits
+from maxjax.serving.server import RequestLimits
 from tests.serving.conftest import QUESTION, ask, events
 
 BODY = json.dumps({"model": "tiny", "messages": QUESTION}).encode()
@@ -45,7 +45,7 @@ def test_a_body_must_be_json_by_its_type(given):
 
 
 def test_a_body_that_is_too_large_is_refused(given):
-    client, engine = given(limits=Limits(body_bytes=1000))
+    client, engine = given(limits=RequestLimits(body_bytes=1000))
     assert post(client, BODY + b" " * 1000).status_code == 413
     assert post(client, iter([BODY, b" " * 1000])).status_code == 413
     assert post(client, BODY, JSON | {"content-length": str(10**30)}).status_code == 413
@@ -103,7 +103,7 @@ def test_pages_of_other_sites_may_not_ask_unless_told(given):
 
 
 def test_an_answer_that_takes_too_long_is_cancelled(given):
-    client, engine = given("Yes.", waits=True, limits=Limits(seconds=0.2))
+    client, engine = given("Yes.", waits=True, limits=RequestLimits(seconds=0.2))
     response = ask(client)
     assert response.status_code == 504 and engine.answers[0].is_cancelled
     *_, last = events(ask(client, stream=True))

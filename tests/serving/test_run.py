@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from maxjax.serving import run as running
 from maxjax.serving.app import application
-from maxjax.serving.server import Limits, Server
+from maxjax.serving.server import RequestLimits, Server
 from tests.serving.conftest import QUESTION, GivenEngine
 from tests.serving.test_chat import ADD, CALL
 
@@ -47,7 +47,7 @@ class Listening:
 
 @pytest.fixture(scope="module")
 def model(tiny, engine):
-    server = Server("tiny", limits=Limits(body_seconds=1.0, body_bytes=10_000))
+    server = Server("tiny", limits=RequestLimits(body_seconds=1.0, body_bytes=10_000))
     server.serve(*tiny, engine)
     server.is_ready = True
     found = Listening(server)
@@ -60,7 +60,7 @@ def given(tiny):
     found = []
 
     def make(text="Yes.", *, format=None, limits=None, keys=(), **options):
-        server = Server("tiny", keys, format=format, limits=limits or Limits())
+        server = Server("tiny", keys, format=format, limits=limits or RequestLimits())
         server.serve(*tiny, GivenEngine(text, **options))
         server.is_ready = True
         found.append(Listening(server))
@@ -225,7 +225,7 @@ def test_headers_that_come_slowly_are_not_waited_for(model, monkeypatch):
 
 def test_an_answer_may_take_longer_than_headers(given, monkeypatch):
     monkeypatch.setattr(running, "_HEADER_S", 0.2)
-    listening = given("Yes.", waits=True, limits=Limits(seconds=1.0))
+    listening = given("Yes.", waits=True, limits=RequestLimits(seconds=1.0))
     response = httpx.post(
         f"{listening.url}/v1/chat/completions",
         json={"model": "tiny", "messages": QUESTION},
