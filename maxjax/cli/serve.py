@@ -6,10 +6,10 @@ import argparse
 import logging
 import threading
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Any
 
 from ..errors import UserInputError, printable
-from ..progress import last_part
 from .model import model_arguments, open_model
 from .options import adapter, file_path, positive, size, text
 
@@ -73,7 +73,7 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
         _log_to_stderr("maxjax.access", "%(message)s")
     _log_to_stderr("maxjax", "maxjax: %(message)s")
     server = Server(
-        options.name or last_part(options.model), keys, options.shared_prefixes,
+        options.name or PurePath(options.model).name, keys, options.shared_prefixes,
         RequestLimits(seconds=options.timeout, waiting=options.waiting), options.tool_call_parser,
     )  # fmt: skip
     loading = threading.Thread(target=_load, args=(options, server), daemon=True)
@@ -102,7 +102,7 @@ def _load(options: argparse.Namespace, server: Any) -> None:
     """Loads the model, compiles its programs, and ends the server if that fails."""
     try:
         model, tokenizer, engine = _opened(options)
-        server.serve(model, tokenizer, engine)
+        server.use(model, tokenizer, engine)
         if engine is not None and not options.no_compile:
             engine.compile()
         server.is_ready = True

@@ -9,7 +9,7 @@ from ..text.chat import chat_prompt
 from .asked import Asked
 from .errors import RequestError, checking
 from .fields import DetokenizeRequest, TokenizeRequest, decoded
-from .messages import chat_of, tools_of
+from .messages import chat_of, template_variables, tools_of
 
 
 def models(asked: Asked) -> dict[str, Any]:
@@ -22,6 +22,13 @@ def models(asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
     names = () if server.engine is None else server.engine.adapters
     return {"object": "list", "data": [of(name, server.name) for name in (server.name, *names)]}
+
+
+def model(asked: Asked) -> dict[str, Any]:
+    """The model or the adapter of a name."""
+    asked.server.adapter(asked.name)
+    (found,) = [one for one in models(asked)["data"] if one["id"] == asked.name]
+    return found
 
 
 async def tokenize(asked: Asked) -> dict[str, Any]:
@@ -37,7 +44,7 @@ async def tokenize(asked: Asked) -> dict[str, Any]:
         )
     else:
         chat = chat_of(body.messages, tokenizer)
-        options = dict(body.chat_template_kwargs or {})
+        options = template_variables(body.chat_template_kwargs)
         if body.tools:
             options["tools"] = tools_of(body.tools)
         make = lambda: chat_prompt(
@@ -52,4 +59,6 @@ async def tokenize(asked: Asked) -> dict[str, Any]:
 def detokenize(asked: Asked) -> dict[str, Any]:
     """The text of token ids."""
     body = decoded(asked.body, DetokenizeRequest)
+    if body.model is not None:
+        asked.server.adapter(body.model)
     return {"prompt": asked.server.tokenizer.decode(body.tokens, skip_special=False)}

@@ -46,11 +46,12 @@ class Admission:
     async def place(self, client: str, count: int = 1, priority: int = 0) -> AsyncIterator[None]:
         """Waits until ``count`` answers of a client may be in the engine, and gives their places back afterwards.
 
+        More than may be there at once take all places, and wait for each other in the engine.
+
         Raises:
-            RequestError: too many answers are waiting, or so many can never be in the engine at once.
+            RequestError: too many answers are waiting.
         """
-        if count > self._most_running:
-            raise RequestError(400, f"a request can have at most {self._most_running} answers")
+        count = min(count, self._most_running)
         if self.waiting or self.running + count > self._most_running:
             await self._wait(client, count, priority)
         else:

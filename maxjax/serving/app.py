@@ -47,6 +47,7 @@ _ROUTES: dict[str, Callable[[Asked], Awaitable[Answer] | Answer]] = {
     "POST /v1/embeddings": vectors.embeddings,
     "POST /v1/rerank": vectors.rerank,
     "GET /v1/models": about.models,
+    "GET /v1/models/{name:path}": about.model,
     "POST /tokenize": about.tokenize,
     "POST /detokenize": about.detokenize,
 }
@@ -83,7 +84,7 @@ def app(
         '2 + 3 = 5'
     """
     server = Server(name or type(engine.model).__name__, keys, shares_prefixes, limits, format)
-    server.serve(engine.model, engine.tokenizer, engine)
+    server.use(engine.model, engine.tokenizer, engine)
     server.is_ready = True
     return application(server, origins)
 
@@ -91,17 +92,17 @@ def app(
 def application(server: Server, origins: Sequence[str] = ()) -> Starlette:
     """The ASGI application of a server, whose model may come later."""
     routes = [
-        Route("/health", _Status(lambda: True)),
-        Route("/ready", _Status(lambda: server.is_ready and not server.is_ending, server)),
+        Route("/health", _Status(lambda: not server.has_failed)),
+        Route("/ready", _Status(lambda: server.takes_requests)),
         Route("/metrics", _Metrics(server)),
     ]
     for line, answer in _ROUTES.items():
         method, path = line.split()
         for one in (path, *(alias for alias, of in _ALIASES.items() if of == path)):
-            routes.append(Route(one, _Endpoint(server, method, answer), methods=[method]))
+            routes.append(Route(one, _Endpoint(server, method, one, answer), methods=[method]))
     cors = Middleware(
         CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type"],
+        allow_headers=["*"],
     )  # fmt: skip
     handlers: Any = {404: _not_found, 405: _wrong_method}
     return Starlette(
@@ -112,8 +113,8 @@ def application(server: Server, origins: Sequence[str] = ()) -> Starlette:
 class _Endpoint:
     """Answers the requests to one path."""
 
-    def __init__(self, server: Server, method: str, answer: Callable[[Asked], Any]):
-        self._server, self._method, self._answer = server, method, answer
+    def __init__(self, server: Server, method: str, path: str, answer: Callable[[Asked], Any]):
+        self._server, self._method, self._path, self._answer = server, method, path, answer
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         asked = Asked(self._server, "")
@@ -146,7 +147,8 @@ class _Endpoint:
     async def _serve(self, asked: Asked, scope: Any, receive: Receive, send: Send) -> None:
         server, limits, headers = self._server, self._server.limits, headers_of(scope)
         asked.client = server.client_of(headers, (scope.get("client") or ("",))[0])
-        if server.is_ending or not server.is_ready:
+        asked.name = scope.get("path_params", {}).get("name", "")
+        if not server.takes_requests:
             raise server.unavailable()
         if self._method == "POST":
             asked.body = await read_body(headers, receive, limits.body_bytes, limits.body_seconds)
@@ -161,21 +163,23 @@ class _Endpoint:
                     await send_events(send, events, limits.read_seconds)
 
         try:
-            async with asyncio.timeout(limits.seconds):
+            async with asyncio.timeout(limits.seconds) as timer:
                 await until_gone(receive, work())
-        except TimeoutError:
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
             raise RequestError(
                 504, f"the answer has not ended within {limits.seconds:g} seconds"
-            ) from None
+            ) from error
 
     def _log(self, asked: Asked, scope: Any) -> None:
         seconds = time.perf_counter() - asked.began
-        self._server.metrics.requests.labels(scope["path"], str(asked.status)).inc()
+        self._server.metrics.requests.labels(self._path, str(asked.status)).inc()
         self._server.metrics.whole.observe(seconds)
         if _ACCESS.isEnabledFor(logging.INFO):
             line = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": asked.client[:16],
-                "method": scope["method"], "path": scope["path"], "status": asked.status,
+                "method": scope["method"], "path": self._path, "status": asked.status,
                 "seconds": round(seconds, 4), **asked.usage,
             }  # fmt: skip
             _ACCESS.info("%s", json.dumps(line))
@@ -195,15 +199,12 @@ class _Sent:
 class _Status:
     """Says whether something is so: 200 or 503."""
 
-    def __init__(self, is_so: Callable[[], bool], server: Server | None = None):
-        self._is_so, self._server = is_so, server
+    def __init__(self, is_so: Callable[[], bool]):
+        self._is_so = is_so
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         is_so = self._is_so()
-        body: dict[str, Any] = {"status": "ok" if is_so else "not ready"}
-        if self._server is not None and self._server.error is not None:
-            body["status"] = "failed"
-        await send_json(send, body, 200 if is_so else 503)
+        await send_json(send, {"status": "ok" if is_so else "not ready"}, 200 if is_so else 503)
 
 
 class _Metrics:

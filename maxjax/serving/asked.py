@@ -18,6 +18,7 @@ class Asked:
         server: what answers it.
         client: who has sent it: a digest of the key, or the address.
         body: its body.
+        name: the name in its path, if the path has one.
         began: when it came, as ``time.perf_counter`` has it.
         usage: numbers of tokens, once they are known.
         status: status of the response.
@@ -26,6 +27,7 @@ class Asked:
     server: Server
     client: str
     body: bytes = b""
+    name: str = ""
     began: float = field(default_factory=time.perf_counter)
     usage: dict[str, int] = field(default_factory=dict)
     status: int = 200

@@ -14,11 +14,11 @@ from ..text.calls import json_of
 from ..text.reasoning import AnswerParser
 from .answers import answers, completions_of, pieces_of, settings_of, usage_of
 from .asked import Asked
-from .errors import RequestError
+from .errors import RequestError, unsupported
 from .fields import ChatRequest, ToolChoice, decoded
 from .http import event
 from .logprobs import chat_logprobs
-from .messages import chat_of, tools_of
+from .messages import chat_of, template_variables, tools_of
 
 
 async def chat(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
@@ -53,8 +53,12 @@ class Chat:
             raise RequestError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         if body.logprobs:
             found["logprobs"] = body.top_logprobs or 0
-        variables = dict(body.chat_template_kwargs or {})
+        variables = template_variables(body.chat_template_kwargs)
         if body.reasoning_effort is not None:
+            if not self._asked.server.template_reads("reasoning_effort"):
+                raise unsupported(
+                    "reasoning_effort", "reasoning_effort, which the chat template does not read,"
+                )
             variables["reasoning_effort"] = body.reasoning_effort
         if self._tools and body.tool_choice != "none":
             variables["tools"] = self._tools

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -59,6 +59,28 @@ def _of_part(part: dict[str, Any], place: str) -> str:
     if not isinstance(text := part.get(name), str):
         raise RequestError(400, f"{place}.{name} must be a text", param=place)
     return text
+
+
+# Arguments of a template that are not its variables: fields of their own, or not for clients.
+_ARGUMENTS = (
+    "chat_template",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The variables that a request gives to the chat template.
+
+    Raises:
+        RequestError: one is an argument of another kind, such as the source of a template.
+    """
+    for name in given or ():
+        if name in _ARGUMENTS:
+            raise unsupported("chat_template_kwargs", f"{name!r} in chat_template_kwargs")
+    return dict(given or {})
 
 
 def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:

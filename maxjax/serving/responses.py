@@ -53,7 +53,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     """How much the model thinks."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = None
+    summary: None = None
 
 
 class FlatFunctionTool(msgspec.Struct, forbid_unknown_fields=True):

@@ -81,7 +81,7 @@ class Server:
         self.eos_ids: tuple[int, ...] = ()
         self.format: str | None = None
 
-    def serve(self, model: Any, tokenizer: Any, engine: Any = None) -> None:
+    def use(self, model: Any, tokenizer: Any, engine: Any = None) -> None:
         """Begins to answer with a model, and the engine that runs it if it writes text."""
         if engine is not None:
             # So many wait in the engine that a slot that ends finds the next text there.
@@ -94,9 +94,27 @@ class Server:
         """Learns that the model could not be loaded; no request is taken any more."""
         self.error, self.is_ending = error, True
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the model could not be loaded, or the engine has failed."""
+        return self.error is not None or getattr(self.engine, "is_closed", False)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests are answered."""
+        return self.is_ready and not self.is_ending and not self.has_failed
+
+    def template_reads(self, name: str) -> bool:
+        """Whether a chat template of the model has this word."""
+        return any(
+            name in source for source in getattr(self.tokenizer, "chat_templates", {}).values()
+        )
+
     def unavailable(self) -> RequestError:
         """The error for a request that comes before the server is ready, or when it ends."""
-        why = "ends" if self.is_ending else "is not ready yet: /ready tells when it is"
+        why = "is not ready yet: /ready tells when it is"
+        if self.is_ending or self.has_failed:
+            why = "ends" if self.is_ending else "has failed"
         return RequestError(503, f"the server {why}", headers={"retry-after": "5"})
 
     def client_of(self, headers: Mapping[str, str], address: str) -> str:

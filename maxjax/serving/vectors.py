@@ -87,5 +87,17 @@ async def _alone(asked: Asked, function: Callable[[], np.ndarray]) -> np.ndarray
         with server.lock:
             return function()
 
-    async with server.admission.place(asked.client):
-        return await asyncio.to_thread(run)
+    is_over = False
+
+    async def held() -> np.ndarray | None:
+        """The thread cannot be stopped: it keeps its place until it has ended, also when the client has gone."""
+        async with server.admission.place(asked.client):
+            return None if is_over else await asyncio.to_thread(run)
+
+    running = asyncio.ensure_future(held())
+    try:
+        found = await asyncio.shield(running)
+    finally:
+        is_over = True
+    assert found is not None
+    return found

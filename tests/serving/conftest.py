@@ -36,6 +36,11 @@ def ask(client, path="/v1/chat/completions", **fields):
     return client.post(path, json={"model": "tiny", **fields})
 
 
+def server_of(client):
+    """What the application of a client answers with."""
+    return next(route.app._server for route in client.app.routes if hasattr(route.app, "_server"))
+
+
 def events(response):
     """The data of server-sent events, the end mark included."""
     lines = [line for line in response.text.splitlines() if line.startswith("data: ")]
@@ -97,7 +102,7 @@ def given(tiny):
     def make(text="Yes.", *, format=None, size=3, waits=False, origins=(), **options):
         server = Server("tiny", format=format, **options)
         engine = GivenEngine(text, size, waits)
-        server.serve(*tiny, engine)
+        server.use(*tiny, engine)
         server.is_ready = True
         return TestClient(application(server, origins)), engine
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from maxjax.serving.fields import REFUSED, WITHOUT_EFFECT, ChatRequest
-from tests.serving.conftest import QUESTION, ask, events
+from tests.serving.conftest import QUESTION, ask, events, server_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 ADD = {
@@ -183,7 +183,6 @@ SETTINGS = {
     "skip_special_tokens": (False, "skip_special_tokens", False),
     "cache_salt": ("s", "salt", "\0s"),
     "priority": (3, "priority", 3),
-    "reasoning_effort": ("low", "template_kwargs", {"reasoning_effort": "low"}),
     "chat_template_kwargs": ({"enable_thinking": False}, "template_kwargs", {"enable_thinking": False}),
     "continue_final_message": (True, "template_kwargs", {"continue_final_message": True}),
     "add_generation_prompt": (False, "template_kwargs", {"add_generation_prompt": False}),
@@ -201,9 +200,28 @@ def test_a_field_becomes_an_argument_of_the_engine(given, name):
 
 def test_every_field_is_tested():
     """A field that is neither an argument of the engine nor tested by name would be ignored unseen."""
-    others = {"messages", "n", "stream", "stream_options", "seed", "stop_token_ids", "structured_outputs", "logprobs",
-              "top_logprobs", "response_format", "tools", "tool_choice"}  # fmt: skip
+    others = {
+        "messages", "reasoning_effort", "n", "stream", "stream_options", "seed", "stop_token_ids",
+        "structured_outputs", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice",
+    }  # fmt: skip
     assert {one.name for one in msgspec.structs.fields(ChatRequest)} == {*SETTINGS, *others}
+
+
+def test_reasoning_effort_is_for_templates_that_read_it(given):
+    client, engine = given()
+    response = ask(client, reasoning_effort="low")
+    assert response.status_code == 400 and response.json()["error"]["param"] == "reasoning_effort"
+    server_of(client).template_reads = lambda name: name == "reasoning_effort"
+    assert ask(client, reasoning_effort="low").status_code == 200
+    assert engine.asked[0][1]["template_kwargs"] == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tools", "documents"])
+def test_the_template_itself_is_not_a_variable_of_it(given, name):
+    client, engine = given()
+    response = ask(client, chat_template_kwargs={name: "{{ 1 }}"})
+    assert response.status_code == 400 and name in response.json()["error"]["message"]
+    assert not engine.asked
 
 
 def test_tokens_that_stop_are_added_to_those_of_the_model(given):

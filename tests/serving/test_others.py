@@ -107,6 +107,8 @@ def test_models_and_adapters_are_listed(given):
     found = client.get("/v1/models").json()["data"]
     assert [(one["id"], one["parent"]) for one in found] == [("tiny", None), ("small", "tiny")]
     assert found[0]["max_model_len"] == 256
+    assert client.get("/v1/models/small").json() == found[1]
+    assert client.get("/v1/models/other").status_code == 404
 
 
 def test_tokens_of_a_text_and_of_a_chat(client, engine):
@@ -125,7 +127,7 @@ def test_tokens_of_a_text_and_of_a_chat(client, engine):
 @pytest.fixture(scope="module")
 def encoder(minilm):
     server = Server("mini")
-    server.serve(*maxjax.load(minilm))
+    server.use(*maxjax.load(minilm))
     server.is_ready = True
     return TestClient(application(server)), server
 

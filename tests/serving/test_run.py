@@ -48,7 +48,7 @@ class Listening:
 @pytest.fixture(scope="module")
 def model(tiny, engine):
     server = Server("tiny", limits=RequestLimits(body_seconds=1.0, body_bytes=10_000))
-    server.serve(*tiny, engine)
+    server.use(*tiny, engine)
     server.is_ready = True
     found = Listening(server)
     yield found
@@ -61,7 +61,7 @@ def given(tiny):
 
     def make(text="Yes.", *, format=None, limits=None, keys=(), **options):
         server = Server("tiny", keys, format=format, limits=limits or RequestLimits())
-        server.serve(*tiny, GivenEngine(text, **options))
+        server.use(*tiny, GivenEngine(text, **options))
         server.is_ready = True
         found.append(Listening(server))
         return found[-1]
@@ -369,7 +369,7 @@ def test_an_answer_that_is_being_written_ends_and_new_ones_are_refused(given):
 
 def test_an_answer_that_does_not_end_in_time_is_cut(tiny):
     server = Server("tiny")
-    server.serve(*tiny, GivenEngine("Yes.", waits=True))
+    server.use(*tiny, GivenEngine("Yes.", waits=True))
     server.is_ready = True
     listening = Listening(server, drain=1.0)
     found = []

@@ -304,6 +304,11 @@ class Engine:
         self._worker.call(lambda scheduler: scheduler.remove_adapter(name))
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the engine takes no prompts any more: it was closed, or has failed."""
+        return self._worker.is_closed
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the LoRA adapters."""
         return self._worker.scheduler.adapters.names
@@ -381,12 +386,12 @@ class _Worker:
         self.coming: list[RunningText] = []
         self._calls: list[Any] = []
         self._changed = threading.Condition()
-        self._is_closed, self._error = False, None
+        self.is_closed, self._error = False, None
         self._is_idle = True
 
     def add(self, text: RunningText) -> None:
         with self._changed:
-            if self._is_closed:
+            if self.is_closed:
                 raise RuntimeError("the engine is closed") from self._error
             self.coming.append(text)
             self._is_idle = False
@@ -410,11 +415,11 @@ class _Worker:
         self.check_can_wait()
         done: list[Any] = []
         with self._changed:
-            if self._is_closed:
+            if self.is_closed:
                 raise RuntimeError("the engine is closed") from self._error
             self._calls.append((function, done))
             self._changed.notify_all()
-            self._changed.wait_for(lambda: done or self._is_closed)
+            self._changed.wait_for(lambda: done or self.is_closed)
         if not done:
             raise RuntimeError("the engine was closed")
         result, error = done
@@ -426,11 +431,11 @@ class _Worker:
         """Waits until all texts have ended."""
         self.check_can_wait()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_idle or self._is_closed)
+            self._changed.wait_for(lambda: self._is_idle or self.is_closed)
 
     def stop(self) -> None:
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify_all()
 
     def run(self) -> None:
@@ -442,9 +447,9 @@ class _Worker:
                     if self._is_idle:
                         self._changed.notify_all()
                     self._changed.wait_for(
-                        lambda: self._is_closed or self.coming or self._calls or scheduler.is_busy
+                        lambda: self.is_closed or self.coming or self._calls or scheduler.is_busy
                     )
-                    if self._is_closed:
+                    if self.is_closed:
                         break
                     coming, self.coming = self.coming, []
                     calls, self._calls = self._calls, []
@@ -471,7 +476,7 @@ class _Worker:
     def _end(self) -> None:
         """Ends what has not ended, and frees the memory."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             coming, self.coming = self.coming, []
             self._changed.notify_all()
         for text in [*self.scheduler.running, *self.scheduler.waiting, *coming]:
