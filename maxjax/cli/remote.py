@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import time
 import urllib.error
@@ -41,11 +42,12 @@ class RemoteServer(NamedTuple):
         """
         if self.model is not None:
             return self
-        with self.open("/models") as response:
-            listed = json.loads(response.read(1 << 20)).get("data") or []
-        if not listed:
-            raise UserInputError(f"{self.url} lists no model: pass --served-name")
-        return self._replace(model=str(listed[0]["id"]))
+        with (
+            self.open("/models") as response,
+            contextlib.suppress(ValueError, LookupError, TypeError),
+        ):
+            return self._replace(model=str(json.loads(response.read(1 << 20))["data"][0]["id"]))
+        raise UserInputError(f"{self.url} lists no model: pass --served-name")
 
     def open(self, path: str, body: Any = None) -> Any:
         """Sends a request, and returns the response.
@@ -55,12 +57,13 @@ class RemoteServer(NamedTuple):
         """
         root = self.url.rstrip("/")
         root = root if root.endswith("/v1") else f"{root}/v1"
-        headers = {"content-type": "application/json"}
-        if self.key is not None:
-            headers["authorization"] = f"Bearer {self.key}"
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(root + path, data, headers)
+            request = urllib.request.Request(
+                root + path, data, {"content-type": "application/json"}
+            )
+            if self.key is not None:  # not for another host that the server redirects to
+                request.add_unredirected_header("authorization", f"Bearer {self.key}")
             if request.type not in ("http", "https"):
                 raise UserInputError(f"--url must begin with http:// or https://, not {self.url!r}")
             return urllib.request.urlopen(request, timeout=_SECONDS)
@@ -106,7 +109,7 @@ def pieces(server: RemoteServer, path: str, body: dict[str, Any]) -> Iterator[An
                 if "error" in found:
                     raise UserInputError(f"{server.url}: {found['error'].get('message')}")
                 yield AnswerEvent(time.perf_counter(), found)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise UserInputError(
                 f"{server.url} has ended its answer: {first_line(error)}"
             ) from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -91,6 +93,9 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
         options.drain,
         started,
     )
+    if loading.is_alive():  # what it compiles cannot be stopped
+        sys.stdout.flush()
+        os._exit(0)
     if server.engine is not None:
         server.engine.close()
     if server.error is not None:

@@ -47,18 +47,19 @@ async def tokenize(asked: Asked) -> dict[str, Any]:
         options = template_variables(body.chat_template_kwargs)
         if body.tools:
             options["tools"] = tools_of(body.tools)
-        make = lambda: chat_prompt(
-            tokenizer, chat, add_generation_prompt=body.add_generation_prompt, **options
-        )
+        add = body.add_generation_prompt
+        make = lambda: chat_prompt(tokenizer, chat, add_generation_prompt=add, **options)
         with checking():
-            ids = tokenizer.encode(await asyncio.to_thread(make), special=False)
+            ids = await asyncio.to_thread(lambda: tokenizer.encode(make(), special=False))
     length = getattr(asked.server.model, "max_length", None)
     return {"count": len(ids), "max_model_len": length, "tokens": ids}
 
 
-def detokenize(asked: Asked) -> dict[str, Any]:
+async def detokenize(asked: Asked) -> dict[str, Any]:
     """The text of token ids."""
     body = decoded(asked.body, DetokenizeRequest)
     if body.model is not None:
         asked.server.adapter(body.model)
-    return {"prompt": asked.server.tokenizer.decode(body.tokens, skip_special=False)}
+    tokenizer = asked.server.tokenizer
+    text = await asyncio.to_thread(lambda: tokenizer.decode(body.tokens, skip_special=False))
+    return {"prompt": text}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -44,9 +44,20 @@ class Admission:
 
     @asynccontextmanager
     async def place(self, client: str, count: int = 1, priority: int = 0) -> AsyncIterator[None]:
-        """Waits until ``count`` answers of a client may be in the engine, and gives their places back afterwards.
+        """Has ``count`` places of a client, as :meth:`enter`, and gives them back afterwards."""
+        leave = await self.enter(client, count, priority)
+        try:
+            yield
+        finally:
+            leave()
+
+    async def enter(self, client: str, count: int = 1, priority: int = 0) -> Callable[[], None]:
+        """Waits until ``count`` answers of a client may be in the engine.
 
         More than may be there at once take all places, and wait for each other in the engine.
+
+        Returns:
+            A function that gives the places back; only its first call does.
 
         Raises:
             RequestError: too many answers are waiting.
@@ -56,11 +67,16 @@ class Admission:
             await self._wait(client, count, priority)
         else:
             self.running += count
-        try:
-            yield
-        finally:
-            self.running -= count
-            self._admit()
+        has_left = False
+
+        def leave() -> None:
+            nonlocal has_left
+            if not has_left:
+                has_left = True
+                self.running -= count
+                self._admit()
+
+        return leave
 
     async def _wait(self, client: str, count: int, priority: int) -> None:
         if self.waiting + count > self._most_waiting:
@@ -72,6 +88,7 @@ class Admission:
         clients = self._queues.setdefault(priority, OrderedDict())
         clients.setdefault(client, deque()).append(entry)
         self.waiting += count
+        self._admit()  # it may be more urgent than those that wait
         try:
             await entry.turn
         except asyncio.CancelledError:

@@ -17,6 +17,8 @@ from .asked import Asked
 from .errors import RequestError, checking
 from .fields import Answering, Structured
 
+# More tokens that end an answer would need programs of their own.
+_MOST_ENDS = 32
 # Fields that are settings of Sampling under the same name.
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
@@ -31,10 +33,16 @@ def settings_of(asked: Asked, body: Answering) -> dict[str, Any]:
         found["top_k"] = 0
     if body.min_tokens:
         found["min_new_tokens"] = body.min_tokens
-    if body.ignore_eos:
-        found["eos_ids"] = ()
-    elif body.stop_token_ids:
-        found["eos_ids"] = (*asked.server.eos_ids, *body.stop_token_ids)
+    if body.ignore_eos or body.stop_token_ids:
+        own = () if body.ignore_eos else asked.server.eos_ids
+        found["eos_ids"] = (*own, *(body.stop_token_ids or ()))
+    if len(found.get("eos_ids", ())) > _MOST_ENDS:
+        raise RequestError(
+            400, f"stop_token_ids can have at most {_MOST_ENDS} tokens, with those of the model",
+            param="stop_token_ids",
+        )  # fmt: skip
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(400, "stream_options needs stream=true", param="stream_options")
     if body.stop is not None:
         found["stop"] = body.stop
     found |= {
@@ -68,6 +76,14 @@ def _choices(texts: Sequence[str]) -> str:
     return "start: " + " | ".join(msgspec.json.encode(text).decode() for text in texts)
 
 
+def check_ends(body: Answering, settings: Mapping[str, Any]) -> None:
+    """Raises RequestError for tokens that end an answer which must match something: they would end it anywhere."""
+    if body.stop_token_ids and settings.keys() & {"schema", "regex", "grammar"}:
+        raise RequestError(
+            400, "stop_token_ids is not supported for answers that must match something", param="stop_token_ids"
+        )  # fmt: skip
+
+
 @asynccontextmanager
 async def answers(
     asked: Asked, prompts: Sequence[Any], body: Answering, settings: Mapping[str, Any]
@@ -87,16 +103,26 @@ async def answers(
                 one = asked.engine.submit(prompts[i // body.n], key=key, **settings)
             pending.append(one)
 
-    async with asked.server.admission.place(asked.client, count, body.priority):
-        submitting = asyncio.ensure_future(asyncio.to_thread(submit))
-        try:
-            await asyncio.shield(submitting)
-            yield pending
-        finally:
-            is_over = True
-            if not submitting.done():  # the thread goes on: what it has begun is cancelled too
-                submitting.add_done_callback(lambda _: _cancel(pending))
-            _cancel(pending)
+    leave = await asked.server.admission.enter(asked.client, count, body.priority)
+    loop = asyncio.get_running_loop()
+
+    def ended(_: PendingAnswer) -> None:
+        # A client that reads slowly keeps no place of an answer that has been written.
+        if len(pending) == count and all(one.is_done for one in pending):
+            loop.call_soon_threadsafe(leave)
+
+    submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+    try:
+        await asyncio.shield(submitting)
+        for one in pending:
+            one.add_done_callback(ended)
+        yield pending
+    finally:
+        is_over = True
+        if not submitting.done():  # the thread goes on: what it has begun is cancelled too
+            submitting.add_done_callback(lambda _: _cancel(pending))
+        _cancel(pending)
+        leave()
 
 
 def _cancel(pending: Sequence[PendingAnswer]) -> None:

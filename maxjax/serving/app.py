@@ -102,12 +102,14 @@ def application(server: Server, origins: Sequence[str] = ()) -> Starlette:
             routes.append(Route(one, _Endpoint(server, method, one, answer), methods=[method]))
     cors = Middleware(
         CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
-        allow_headers=["*"],
+        allow_headers=["*"], expose_headers=["retry-after"],
     )  # fmt: skip
     handlers: Any = {404: _not_found, 405: _wrong_method}
-    return Starlette(
+    found = Starlette(
         routes=routes, middleware=[cors] if origins else [], exception_handlers=handlers
     )
+    found.router.redirect_slashes = False
+    return found
 
 
 class _Endpoint:
@@ -178,9 +180,9 @@ class _Endpoint:
         self._server.metrics.whole.observe(seconds)
         if _ACCESS.isEnabledFor(logging.INFO):
             line = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": asked.client[:16],
-                "method": scope["method"], "path": self._path, "status": asked.status,
-                "seconds": round(seconds, 4), **asked.usage,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "client": self._server.log_name(asked.client), "method": scope["method"],
+                "path": self._path, "status": asked.status, "seconds": round(seconds, 4), **asked.usage,
             }  # fmt: skip
             _ACCESS.info("%s", json.dumps(line))
 
@@ -223,7 +225,9 @@ async def _not_found(request: Any, error: Any) -> Any:
 
 
 async def _wrong_method(request: Any, error: Any) -> Any:
-    return _plain(RequestError(405, f"this path does not take {request.method}"))
+    return _plain(
+        RequestError(405, f"this path does not take {request.method}", headers=error.headers)
+    )
 
 
 def _plain(error: RequestError) -> Any:

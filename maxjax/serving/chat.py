@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from ..engine.batching.answer import PendingAnswer
 from ..text.calls import json_of
 from ..text.reasoning import AnswerParser
-from .answers import answers, completions_of, pieces_of, settings_of, usage_of
+from .answers import answers, check_ends, completions_of, pieces_of, settings_of, usage_of
 from .asked import Asked
 from .errors import RequestError, unsupported
 from .fields import ChatRequest, ToolChoice, decoded
@@ -74,12 +75,15 @@ class Chat:
                     400, "response_format and a tool_choice that forces a call exclude each other"
                 )
             schema = self._forced.schema
+        elif schema is not None and "tools" in variables:
+            raise unsupported("response_format", "response_format together with tools")
         if schema is not None:
             if body.structured_outputs is not None:
                 raise RequestError(
                     400, "structured_outputs excludes response_format and a forced tool_choice"
                 )
             found["schema"] = schema
+        check_ends(body, found)
         return found
 
     def _parts(self, completion: Any) -> WrittenParts:
@@ -87,9 +91,11 @@ class Chat:
             return WrittenParts(self._forced, None)
         # Without tools an answer that looks like a call is a text.
         tools = self._settings["template_kwargs"].get("tools", ())
-        return WrittenParts(
-            None, AnswerParser(self._asked.server.format, completion.prompt or "", tools)
-        )
+        # An answer that must match something has no reasoning, also where the prompt has opened one.
+        is_free = not self._settings.keys() & {"schema", "regex", "grammar"}
+        prompt = completion.prompt or "" if is_free else ""
+        most = None if self._body.parallel_tool_calls else 1
+        return WrittenParts(None, AnswerParser(self._asked.server.format, prompt, tools), most)
 
     async def whole(self) -> list[tuple[Any, WrittenParts]]:
         """The completions when all have ended, and their parts."""
@@ -103,19 +109,20 @@ class Chat:
             found.append((one, parts))
         return found
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, list[ChatDelta], Any, WrittenParts]]:
-        """As answers are written: the number of an answer, what has come, its completion so far, and its parts.
+    async def deltas(
+        self,
+    ) -> AsyncGenerator[tuple[int, list[ChatDelta], PendingAnswer, WrittenParts]]:
+        """As answers are written: the number of an answer, what has come, the answer, and its parts.
 
         The end of an answer is told by ``parts.has_ended``.
         """
         async with answers(self._asked, [self._chat], self._body, self._settings) as pending:
             parts: dict[int, WrittenParts] = {}
             async for i, piece in pieces_of(self._asked, pending):
-                completion = pending[i].completion
                 if i not in parts:
-                    parts[i] = self._parts(completion)
+                    parts[i] = self._parts(pending[i].completion)
                 found = parts[i].end() if piece is None else parts[i].push(piece)
-                yield i, found, completion, parts[i]
+                yield i, found, pending[i], parts[i]
 
 
 class _ChatForm:
@@ -123,6 +130,8 @@ class _ChatForm:
 
     def __init__(self, asked: Asked, body: ChatRequest):
         self._asked, self._body = asked, body
+        options = body.stream_options
+        self._shows_usage = options is not None and options.include_usage
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model,
         }  # fmt: skip
@@ -151,22 +160,21 @@ class _ChatForm:
         ended: dict[int, Any] = {}
         shown: dict[int, int] = {}
         async with aclosing(chat.deltas()) as deltas:
-            async for i, found, completion, parts in deltas:
+            async for i, found, answer, parts in deltas:
                 if i not in shown:
                     shown[i] = 0
                     yield self._event(i, {"role": "assistant", "content": "", "refusal": None})
-                new = (completion.logprobs or ())[shown[i] :]
+                new = answer.logprobs_from(shown[i]) if self._body.logprobs else []
                 shown[i] += len(new)
                 logprobs = self._logprobs(new or None)
                 for delta in [_fields(one) for one in found] or ([{}] if logprobs else []):
                     yield self._event(i, delta, logprobs=logprobs)
                     logprobs = None
                 if parts.has_ended:
-                    ended[i] = completion
-                    yield self._event(i, {}, parts.finish_reason(completion))
+                    ended[i] = answer.completion
+                    yield self._event(i, {}, parts.finish_reason(ended[i]))
         usage = usage_of(self._asked, [*ended.values()], self._body.n)
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
+        if self._shows_usage:
             chunk = {"object": "chat.completion.chunk", **self._head, "choices": [], "usage": usage}
             yield event(chunk)
         yield event("[DONE]")
@@ -175,7 +183,10 @@ class _ChatForm:
         self, index: int, delta: Mapping[str, Any], reason: str | None = None, logprobs: Any = None
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event({"object": "chat.completion.chunk", **self._head, "choices": [choice]})
+        chunk = {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
+        if self._shows_usage:
+            chunk["usage"] = None
+        return event(chunk)
 
     def _logprobs(self, found: Any) -> dict[str, Any] | None:
         return None if found is None else chat_logprobs(self._asked.server.tokenizer, found)
@@ -226,7 +237,8 @@ def _forced(body: ChatRequest, tools: Sequence[dict[str, Any]]) -> _Forced | Non
         }
         for name in functions
     ]
-    return _Forced(None, {"type": "array", "minItems": 1, "items": {"anyOf": one}})
+    most = {} if body.parallel_tool_calls else {"maxItems": 1}
+    return _Forced(None, {"type": "array", "minItems": 1, **most, "items": {"anyOf": one}})
 
 
 def _schema(body: ChatRequest) -> dict[str, Any] | None:
@@ -268,8 +280,11 @@ class WrittenParts:
         has_ended: whether the text has ended.
     """
 
-    def __init__(self, forced: _Forced | None, parser: AnswerParser | None):
+    def __init__(
+        self, forced: _Forced | None, parser: AnswerParser | None, most_calls: int | None = None
+    ):
         self._forced, self._parser, self._text = forced, parser, ""
+        self._most_calls = most_calls
         self.content = self.reasoning = ""
         self.calls: list[CallDelta] = []
         self.has_ended = False
@@ -279,13 +294,13 @@ class WrittenParts:
         if self._parser is None:  # a forced call is told when it is whole
             self._text += piece
             return []
-        return [self._delta(one) for one in self._parser.push(piece)]
+        return self._deltas(self._parser.push(piece))
 
     def end(self) -> list[ChatDelta]:
         """The deltas at the end of the text."""
         self.has_ended = True
         if self._parser is not None:
-            return [self._delta(one) for one in self._parser.flush()]
+            return self._deltas(self._parser.flush())
         assert self._forced is not None
         try:
             found = msgspec.json.decode(self._text)
@@ -295,6 +310,13 @@ class WrittenParts:
         if self._forced.name is not None:
             return [self._call(self._forced.name, self._text)]
         return [self._call(one["name"], json_of(one["arguments"])) for one in found]
+
+    def _deltas(self, found: Sequence[Any]) -> list[ChatDelta]:
+        deltas = []
+        for one in found:
+            if one.kind != "call" or self._most_calls is None or len(self.calls) < self._most_calls:
+                deltas.append(self._delta(one))
+        return deltas
 
     def _delta(self, one: Any) -> ChatDelta:
         if one.kind == "call":
@@ -312,6 +334,7 @@ class WrittenParts:
 
     def finish_reason(self, completion: Any) -> str:
         """Why the answer has ended."""
-        if self.calls and not (self._forced and self._forced.name):
+        is_named = self._forced is not None and self._forced.name is not None
+        if self.calls and not is_named and completion.finish_reason != "length":
             return "tool_calls"
         return completion.finish_reason

@@ -13,6 +13,8 @@ from .errors import RequestError, unsupported
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+
 _ANY = object()
 WITHOUT_EFFECT: dict[str, Any] = {
     "user": _ANY,
@@ -22,7 +24,6 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "prompt_cache_retention": _ANY,
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "best_of": (1,),
@@ -51,7 +52,7 @@ class Answering(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=16)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: int | None = None
@@ -172,6 +173,7 @@ class ChatRequest(Answering, kw_only=True):
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -254,7 +256,7 @@ def decoded(body: bytes, kind: type[T]) -> T:
     known = {field.encode_name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
     given = _without_effect(_present(found), known)
     if isinstance(messages := given.get("messages"), list):
-        given["messages"] = [_present(one) for one in messages]
+        given["messages"] = [_as_sent_back(_present(one)) for one in messages]
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -268,6 +270,19 @@ def _present(item: Any) -> Any:
     if not isinstance(item, dict):
         return item
     return {name: value for name, value in item.items() if value not in (None, [], {})}
+
+
+def _as_sent_back(message: Any) -> Any:
+    """A message without what OpenAI's client adds to answers that it has parsed."""
+    if not isinstance(message, dict):
+        return message
+    found = {name: value for name, value in message.items() if name != "parsed"}
+    for call in found.get("tool_calls") or ():
+        if isinstance(call, dict):
+            call.pop("index", None)
+            if isinstance(call.get("function"), dict):
+                call["function"].pop("parsed_arguments", None)
+    return found
 
 
 def _without_effect(given: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

@@ -132,7 +132,16 @@ def _add(messages: list[Message], item: dict[str, Any], place: str) -> None:
     of = lambda name: _text(item, name, place)
     if kind == "message":
         given = {name: item[name] for name in ("role", "content") if name in item}
-        messages.append(_converted(given, Message, place))
+        found, last = _converted(given, Message, place), messages[-1] if messages else None
+        if (
+            last is not None
+            and last.role == found.role == "assistant"
+            and last.content is None
+            and not last.tool_calls
+        ):
+            last.content = found.content  # the answer to the reasoning before it
+        else:
+            messages.append(found)
     elif kind == "function_call":
         call = ToolCall(of("call_id"), "function", CalledFunction(of("name"), of("arguments")))
         last = _assistant(messages)
@@ -187,7 +196,7 @@ class _ResponseForm:
         items = []
         if parts.reasoning:
             items.append(_reasoning(_name("rs"), parts.reasoning))
-        if parts.content or not parts.calls:
+        if parts.content or not (items or parts.calls):
             items.append(_message(_name("msg"), parts.content))
         items += [_call(_name("fc"), call) for call in parts.calls]
         return self._response(items, completion)
@@ -219,7 +228,7 @@ class _ResponseForm:
         items: list[Any] = []
         writing: _Item | None = None
         async with aclosing(chat.deltas()) as deltas:
-            async for _, found, completion, parts in deltas:
+            async for _, found, answer, parts in deltas:
                 if not self._number:
                     for name in ("created", "in_progress"):
                         yield self._event(f"response.{name}", response=self._response(items))
@@ -244,7 +253,7 @@ class _ResponseForm:
                     if writing is not None:
                         for one in self._ended(writing, items):
                             yield one
-                    whole = self._response(items, completion)
+                    whole = self._response(items, answer.completion)
                     yield self._event(f"response.{whole['status']}", response=whole)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:

@@ -19,6 +19,8 @@ from .server import Server
 
 # A connection must send the headers of a request within so many seconds, and may be idle for so long.
 _HEADER_S, _IDLE_S = 30, 65
+# A client must read a whole response within so many seconds.
+_READ_S = 60
 _HEADER_BYTES = 64 << 10
 
 
@@ -40,6 +42,8 @@ class _Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(_READ_S, self._drop_if_unread)
         if (
             self.cycle is not None and not self.cycle.response_complete
         ):  # the next one was sent already
@@ -48,6 +52,11 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+
+    def _drop_if_unread(self) -> None:
+        """Closes the connection of a client that has not read what it was sent."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(_HEADER_S, self.transport.close)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..engine.generate.request import Request
+from ..errors import UserInputError
 from ..text.chat import answer_format
 from ..text.formats import format_named
 from .admission import Admission
@@ -68,7 +70,10 @@ class Server:
     ):  # fmt: skip
         self.name, self.limits = name, limits
         self._format = None if format is None else format_named(format).names[0]
+        if isinstance(keys, str) or not all(isinstance(key, str) and key.strip() for key in keys):
+            raise UserInputError("keys must be a list of API keys that are not empty")
         self._keys = [_digest(key) for key in keys]
+        self._secret = secrets.token_bytes(16)
         self._shares = shares_prefixes
         self.engine: Any = None
         self.model: Any = None
@@ -92,7 +97,8 @@ class Server:
 
     def fail(self, error: BaseException) -> None:
         """Learns that the model could not be loaded; no request is taken any more."""
-        self.error, self.is_ending = error, True
+        if not self.is_ending:
+            self.error, self.is_ending = error, True
 
     @property
     def has_failed(self) -> bool:
@@ -134,6 +140,12 @@ class Server:
             401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
             code="invalid_api_key", headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
+
+    def log_name(self, client: str) -> str:
+        """What the log calls a client: its address, or a name that tells nothing about its key."""
+        if not self._keys:
+            return client
+        return hmac.new(self._secret, client.encode(), "sha256").hexdigest()[:16]
 
     def salt(self, client: str, given: str | None) -> str:
         """The salt of a client's pages: only prompts with an equal one share them."""

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from .answers import answers, completions_of, pieces_of, settings_of, usage_of
+from .answers import answers, check_ends, completions_of, pieces_of, settings_of, usage_of
 from .asked import Asked
 from .errors import RequestError
 from .fields import CompletionRequest, decoded
@@ -21,6 +21,7 @@ async def complete(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
     body = decoded(asked.body, CompletionRequest)
     prompts = _prompts(body.prompt, asked.server.limits.texts)
     settings = settings_of(asked, body) | {"chat": False}
+    check_ends(body, settings)
     settings["max_new_tokens"] = body.max_tokens or 16  # the default of this API
     if body.logprobs is not None:
         settings["logprobs"] = body.logprobs
@@ -67,12 +68,11 @@ async def _events(
     async with answers(asked, prompts, body, settings) as pending:
         shown, lengths = [0] * len(pending), [0] * len(pending)
         async for i, piece in pieces_of(asked, pending):
-            completion = pending[i].completion
             new = None
             if body.logprobs is not None:
-                new = (completion.logprobs or ())[shown[i] :]
+                new = pending[i].logprobs_from(shown[i])
                 shown[i] += len(new)
-            reason = completion.finish_reason if piece is None else None
+            reason = pending[i].completion.finish_reason if piece is None else None
             yield event(
                 {**head, "choices": [_choice(asked, i, piece or "", new, reason, lengths[i])]}
             )

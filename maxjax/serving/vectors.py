@@ -32,7 +32,7 @@ async def embeddings(asked: Asked) -> dict[str, Any]:
         {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
         for i, vector in enumerate(vectors)
     ]
-    count = sum(len(one.ids) for one in tokenizer.tokens(texts))
+    count = await asyncio.to_thread(_count, tokenizer, texts)
     asked.usage = {"prompt_tokens": count}
     usage = {"prompt_tokens": count, "total_tokens": count}
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
@@ -56,7 +56,7 @@ async def rerank(asked: Asked) -> dict[str, Any]:
     results = [{"index": i, "relevance_score": float(scores[i])} for i in order]
     if body.return_documents:
         results = [{**one, "document": {"text": texts[one["index"]]}} for one in results]
-    count = sum(len(one.ids) for one in tokenizer.tokens([body.query, *texts]))
+    count = await asyncio.to_thread(_count, tokenizer, [body.query, *texts])
     asked.usage = {"prompt_tokens": count}
     usage = {"prompt_tokens": count, "total_tokens": count}
     return {
@@ -65,6 +65,11 @@ async def rerank(asked: Asked) -> dict[str, Any]:
         "results": results,
         "usage": usage,
     }
+
+
+def _count(tokenizer: Any, texts: list[str]) -> int:
+    """The number of tokens of texts."""
+    return sum(len(one.ids) for one in tokenizer.tokens(texts))
 
 
 def _check(asked: Asked, name: str) -> None:
@@ -85,7 +90,7 @@ async def _alone(asked: Asked, function: Callable[[], np.ndarray]) -> np.ndarray
 
     def run() -> np.ndarray:
         with server.lock:
-            return function()
+            return np.empty(0) if is_over else function()
 
     is_over = False
 

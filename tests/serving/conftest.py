@@ -50,18 +50,25 @@ def events(response):
 class GivenAnswer:
     """A PendingAnswer whose text is given, in pieces of ``size`` characters."""
 
-    def __init__(self, text, size, waits):
+    def __init__(self, text, size, waits, prompt=""):
         self._pieces = [text[i : i + size] for i in range(0, len(text), size)]
         self._text, self._waits, self.is_done, self.is_cancelled = text, waits, False, False
+        self._prompt, self._callbacks = prompt, []
 
     @property
     def completion(self):
         return Completion(
-            self._text, tokens=[1, 2], finish_reason="stop", prompt_tokens=[3], prompt=""
+            self._text, tokens=[1, 2], finish_reason="stop", prompt_tokens=[3], prompt=self._prompt
         )
 
     def cancel(self):
         self.is_cancelled = True
+
+    def logprobs_from(self, start):
+        return []
+
+    def add_done_callback(self, function):
+        self._callbacks.append(function)
 
     async def __aiter__(self):
         for piece in self._pieces:
@@ -69,6 +76,8 @@ class GivenAnswer:
         while self._waits and not self.is_cancelled:
             await asyncio.sleep(0.01)
         self.is_done = True
+        for function in self._callbacks:
+            function(self)
 
     def __await__(self):
         async def end():
@@ -84,8 +93,8 @@ class GivenEngine:
 
     slots, adapters = 4, ("small",)
 
-    def __init__(self, text, size=3, waits=False):
-        self._given, self.asked, self.answers = (text, size, waits), [], []
+    def __init__(self, text, size=3, waits=False, prompt=""):
+        self._given, self.asked, self.answers = (text, size, waits, prompt), [], []
         self._lock = threading.Lock()
 
     def submit(self, prompt, **settings):
@@ -99,9 +108,9 @@ class GivenEngine:
 def given(tiny):
     """Makes a client of a server that answers with a text, and its engine."""
 
-    def make(text="Yes.", *, format=None, size=3, waits=False, origins=(), **options):
+    def make(text="Yes.", *, format=None, size=3, waits=False, prompt="", origins=(), **options):
         server = Server("tiny", format=format, **options)
-        engine = GivenEngine(text, size, waits)
+        engine = GivenEngine(text, size, waits, prompt)
         server.use(*tiny, engine)
         server.is_ready = True
         return TestClient(application(server, origins)), engine

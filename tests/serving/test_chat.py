@@ -134,6 +134,37 @@ def test_calls_of_functions_whole_and_streamed(given, text, size):
     assert (thought, deltas[-1]["finish_reason"]) == ("So.", "tool_calls")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_where_calls_are_not_parallel(given, stream):
+    client, _ = given(CALL + CALL, format="hermes")
+    response = ask(client, tools=[ADD], parallel_tool_calls=False, stream=stream)
+    if stream:
+        deltas = [json.loads(one)["choices"][0]["delta"] for one in events(response)[:-1]]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    else:
+        calls = response.json()["choices"][0]["message"]["tool_calls"]
+    assert len(calls) == 1
+
+
+def test_answers_that_openais_client_has_parsed_are_taken_back(given):
+    client, engine = given()
+    function = {"name": "add", "arguments": "{}", "parsed_arguments": {}}
+    call = {"id": "c", "type": "function", "index": 0, "function": function}
+    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call], "parsed": {"a": 1}},
+                {"role": "tool", "tool_call_id": "c", "content": "5"}]  # fmt: skip
+    assert ask(client, messages=messages).status_code == 200
+    (sent,) = engine.asked[0][0][1]["tool_calls"]
+    assert sent == {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+def test_an_answer_that_must_match_a_schema_is_content_also_where_the_prompt_opens_reasoning(given):
+    client, _ = given('{"sum": 5}', format="hermes", prompt="<think>\n")
+    message = ask(client).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == '{"sum": 5}'
+    message = ask(client, response_format={"type": "json_object"}).json()["choices"][0]["message"]
+    assert message["content"] == '{"sum": 5}'
+
+
 def test_without_tools_nothing_is_a_call(given):
     client, _ = given(CALL, format="hermes")
     for fields in ({}, {"tools": [ADD], "tool_choice": "none"}):
@@ -203,6 +234,7 @@ def test_every_field_is_tested():
     others = {
         "messages", "reasoning_effort", "n", "stream", "stream_options", "seed", "stop_token_ids",
         "structured_outputs", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice",
+        "parallel_tool_calls",
     }  # fmt: skip
     assert {one.name for one in msgspec.structs.fields(ChatRequest)} == {*SETTINGS, *others}
 
@@ -280,6 +312,11 @@ INVALID = {
     "tool_choice of another": ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "x"}}},
                                "tool_choice"),
     "two structures": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    "many ends": ({"stop_token_ids": list(range(40))}, "stop_token_ids"),
+    "ends and a structure": ({"stop_token_ids": [1], "structured_outputs": {"regex": "a"}}, "stop_token_ids"),
+    "many stops": ({"stop": ["a"] * 17}, "stop"),
+    "format and tools": ({"tools": [ADD], "response_format": {"type": "json_object"}}, "response_format"),
+    "options without a stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format"),
 }  # fmt: skip
 

@@ -6,10 +6,11 @@ import logging
 
 import pytest
 
+from maxjax.errors import UserInputError
 from maxjax.serving.admission import Admission
 from maxjax.serving.errors import RequestError
 from maxjax.serving.http import ClientGoneError, send_events
-from maxjax.serving.server import RequestLimits
+from maxjax.serving.server import RequestLimits, Server
 from tests.serving.conftest import QUESTION, ask, events, server_of
 
 BODY = json.dumps({"model": "tiny", "messages": QUESTION}).encode()
@@ -77,6 +78,12 @@ def test_a_key_is_needed(given):
     one, two = (settings["salt"] for _, settings in engine.asked)
     assert one != two and "one" not in one  # clients share no pages, and no key is kept as it is
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("keys", ["secret", [""], ["a", " "], [None]])
+def test_keys_that_would_let_everybody_in_are_refused(keys):
+    with pytest.raises(UserInputError, match="keys"):
+        Server("tiny", keys)
 
 
 def test_clients_share_prefixes_if_told(given):

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from ..generate.completion import Completion
+from ..generate.completion import Completion, TokenLogprob
 from ..sampling.settings import Sampling
 from .running import RunningText
 
@@ -104,6 +104,11 @@ class PendingAnswer:
         """The answer so far."""
         assert self._text is not None
         return self._text.partial.completion()
+
+    def logprobs_from(self, start: int) -> list[TokenLogprob]:
+        """The log-probabilities of the answer's tokens from this one on, as far as there are any."""
+        assert self._text is not None
+        return self._text.partial.logprobs[start:]
 
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for the end of the answer.
