@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -71,9 +72,6 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
             f"maxjax serve needs packages that are not installed ({error.name}): pip install maxjax[serve]"
         ) from None
     keys = _keys(options)
-    if options.log_requests:
-        _log_to_stderr("maxjax.access", "%(message)s")
-    _log_to_stderr("maxjax", "maxjax: %(message)s")
     server = Server(
         options.name or PurePath(options.model).name, keys, options.shared_prefixes,
         RequestLimits(seconds=options.timeout, waiting=options.waiting), options.tool_call_parser,
@@ -85,14 +83,16 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
         print(f"listening on http://{shown}:{port}", flush=True)
         loading.start()
 
-    run(
-        application(server, options.allow_origin),
-        server,
-        options.host,
-        options.port,
-        options.drain,
-        started,
-    )
+    with _access_log() if options.log_requests else contextlib.nullcontext():
+        run(
+            application(server, options.allow_origin),
+            server,
+            options.host,
+            options.port,
+            options.drain,
+            started,
+        )
+    loading.join(1.0)
     if loading.is_alive():  # what it compiles cannot be stopped
         sys.stdout.flush()
         os._exit(0)
@@ -144,14 +144,19 @@ def _keys(options: argparse.Namespace) -> list[str]:
     return keys
 
 
-def _log_to_stderr(name: str, form: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(form))
-    log = logging.getLogger(name)
+@contextlib.contextmanager
+def _access_log() -> Iterator[None]:
+    """Prints the lines of requests on stderr."""
+    log, handler = logging.getLogger("maxjax.access"), logging.StreamHandler()
     log.addHandler(handler)
+    log.setLevel(logging.INFO)
     log.propagate = False
-    if name == "maxjax.access":
-        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+        log.propagate = True
 
 
 def _port(found: str) -> int:
