@@ -43,7 +43,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 @contextmanager
 def process_of(command: Sequence[str], url: str, path: str) -> Iterator[int]:
     """Runs a server until ``path`` answers with 200, and ends it afterwards."""
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL) as process:
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(list(map(str, command)), stdout=quiet, stderr=quiet) as process:
         try:
             for _ in range(6000):
                 try:
@@ -197,15 +198,16 @@ def first(options: argparse.Namespace) -> None:
 
 
 def peer(options: argparse.Namespace) -> None:
-    prompts = list(random_texts(options.requests, 48))
     rates, firsts = [], []
     with (
         maxjax_server(options.model, options.slots, options.quick) as (ours, _),
         llama_server(options.model, options.slots, options.server) as theirs,
     ):
         for server in (ours, theirs):
-            ask_all(server, prompts[:16], 32, 16)
+            ask_all(server, list(random_texts(16, 48)), 32, 16)
         for i in range(options.pairs):
+            # Others in each pair: both servers keep the beginnings that they have read.
+            prompts = list(random_texts(options.requests, 48, seed=i + 1))
             rate, time_to_first = {}, {}
             for server in (ours, theirs)[:: 1 if i % 2 else -1]:
                 began = time.perf_counter()

@@ -54,9 +54,9 @@ def bench_server(options: argparse.Namespace) -> Iterable[str | Table]:
     return [json.dumps(document, indent=1)] if options.json else _table(document, found)
 
 
-def random_texts(count: int, words: int) -> Iterator[str]:
+def random_texts(count: int, words: int, seed: int = 0) -> Iterator[str]:
     """Texts of about so many tokens, all different."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     for _ in range(count):
         yield " ".join(draw.choice(_WORDS) for _ in range(words))
 
