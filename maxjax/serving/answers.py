@@ -134,19 +134,26 @@ def _cancel(pending: Sequence[PendingAnswer]) -> None:
 async def pieces_of(
     asked: Asked, pending: Sequence[PendingAnswer]
 ) -> AsyncIterator[tuple[int, str | None]]:
-    """The pieces of several answers as they come, each with the number of its answer; None at the end of one."""
+    """The texts of several answers as they come, each with the number of its answer; None at the end of one.
+
+    What the engine writes at once comes at once: an event for each token would cost as much as the token.
+    """
     if len(pending) == 1:
-        async for piece in pending[0]:
+        count = 0
+        while found := await pending[0].pieces_from(count):
+            count += len(found)
             asked.has_begun()
-            yield 0, piece
+            yield 0, "".join(found)
         yield 0, None
         return
     coming: asyncio.Queue[tuple[int, str | None, Exception | None]] = asyncio.Queue()
 
     async def follow(i: int, one: PendingAnswer) -> None:
         try:
-            async for piece in one:
-                coming.put_nowait((i, piece, None))
+            count = 0
+            while found := await one.pieces_from(count):
+                count += len(found)
+                coming.put_nowait((i, "".join(found), None))
             coming.put_nowait((i, None, None))
         except Exception as error:
             coming.put_nowait((i, None, error))

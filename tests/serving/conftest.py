@@ -1,6 +1,7 @@
 """A server over the tiny model, and one whose answers are given."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -47,6 +48,12 @@ def events(response):
     return [line.removeprefix("data: ") for line in lines]
 
 
+async def _first(iterator):
+    """The next item, if there is one."""
+    with contextlib.suppress(StopAsyncIteration):
+        yield await anext(iterator)
+
+
 class GivenAnswer:
     """A PendingAnswer whose text is given, in pieces of ``size`` characters."""
 
@@ -78,6 +85,11 @@ class GivenAnswer:
         self.is_done = True
         for function in self._callbacks:
             function(self)
+
+    async def pieces_from(self, start):
+        if start == 0:
+            self._iterator = aiter(self)
+        return [piece async for piece in _first(self._iterator)]
 
     def __await__(self):
         async def end():

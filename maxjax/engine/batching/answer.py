@@ -211,6 +211,16 @@ class PendingAnswer:
             yield from self._reached(len(self._pieces) + 1).__await__()
         return self._end()
 
+    async def pieces_from(self, start: int) -> list[str]:
+        """Waits for the piece of this number, and returns it with all that there are after it; [] at the end.
+
+        Raises:
+            FloatingPointError, RuntimeError: as :meth:`result`, after the last piece.
+        """
+        if not await self._reached(start + 1):
+            self._end()
+        return self._pieces[start:]
+
     async def _reached(self, count: int) -> bool:
         """Waits until there are so many pieces, or the answer has ended; returns whether there are."""
         loop = asyncio.get_running_loop()
