@@ -26,6 +26,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -141,19 +142,22 @@ def load(options: argparse.Namespace) -> None:
 
 
 def engine_cpu(options: argparse.Namespace, prompts: Sequence[str], news: Sequence[int]) -> float:
-    """CPU seconds of an Engine for a token, with the same requests, each slot filled again at once."""
+    """CPU seconds of an Engine for a token, with the same requests by as many threads."""
     model, tokenizer = maxjax.load(options.model)
     with maxjax.Engine(model, tokenizer, slots=options.slots) as engine:
         if not options.quick:
             engine.compile()
 
+        def client(rounds: int, prompt: str, new: int) -> int:
+            settings = {"chat": False, "max_new_tokens": new, "temperature": 0, "eos_ids": ()}
+            answers = (engine.submit(prompt, **settings).result() for _ in range(rounds))
+            return sum(len(answer.tokens) for answer in answers)
+
         def run(rounds: int) -> int:
-            answers = [
-                engine.submit(prompt, chat=False, max_new_tokens=new, temperature=0, eos_ids=())
-                for _ in range(rounds)
-                for prompt, new in zip(prompts, news, strict=True)
-            ]
-            return sum(len(answer.result().tokens) for answer in answers)
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                return sum(
+                    pool.map(lambda one: client(rounds, *one), zip(prompts, news, strict=True))
+                )
 
         run(1)
         began = time.process_time()
