@@ -13,6 +13,7 @@ import jax
 import msgspec
 
 from ..engine.batching.answer import PendingAnswer
+from ..engine.batching.grammar import FORMS
 from .asked import Asked
 from .errors import RequestError, checking
 from .fields import Answering, Structured
@@ -76,9 +77,14 @@ def _choices(texts: Sequence[str]) -> str:
     return "start: " + " | ".join(msgspec.json.encode(text).decode() for text in texts)
 
 
+def must_match(settings: Mapping[str, Any]) -> bool:
+    """Whether an answer with these arguments of ``submit`` must match something."""
+    return not FORMS.isdisjoint(settings)
+
+
 def check_ends(body: Answering, settings: Mapping[str, Any]) -> None:
     """Raises RequestError for tokens that end an answer which must match something: they would end it anywhere."""
-    if body.stop_token_ids and settings.keys() & {"schema", "regex", "grammar"}:
+    if body.stop_token_ids and must_match(settings):
         raise RequestError(
             400, "stop_token_ids is not supported for answers that must match something", param="stop_token_ids"
         )  # fmt: skip
@@ -94,11 +100,11 @@ async def answers(
     is_over = False
 
     def submit() -> None:
-        seed = secrets.randbits(63) if body.seed is None else body.seed % 2**63
+        first = jax.random.key(secrets.randbits(63) if body.seed is None else body.seed % 2**63)
         for i in range(count):
             if is_over:
                 break
-            key = jax.random.key(seed) if i == 0 else jax.random.fold_in(jax.random.key(seed), i)
+            key = first if i == 0 else jax.random.fold_in(first, i)
             with checking():
                 one = asked.engine.submit(prompts[i // body.n], key=key, **settings)
             pending.append(one)
@@ -138,22 +144,18 @@ async def pieces_of(
 
     What the engine writes at once comes at once: an event for each token would cost as much as the token.
     """
-    if len(pending) == 1:
-        count = 0
-        while found := await pending[0].pieces_from(count):
-            count += len(found)
+    if len(pending) == 1:  # without a queue
+        async for text in _texts_of(pending[0]):
             asked.has_begun()
-            yield 0, "".join(found)
+            yield 0, text
         yield 0, None
         return
     coming: asyncio.Queue[tuple[int, str | None, Exception | None]] = asyncio.Queue()
 
     async def follow(i: int, one: PendingAnswer) -> None:
         try:
-            count = 0
-            while found := await one.pieces_from(count):
-                count += len(found)
-                coming.put_nowait((i, "".join(found), None))
+            async for text in _texts_of(one):
+                coming.put_nowait((i, text, None))
             coming.put_nowait((i, None, None))
         except Exception as error:
             coming.put_nowait((i, None, error))
@@ -171,6 +173,14 @@ async def pieces_of(
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _texts_of(answer: PendingAnswer) -> AsyncIterator[str]:
+    """What has been written each time that there is something new."""
+    count = 0
+    while found := await answer.pieces_from(count):
+        count += len(found)
+        yield "".join(found)
 
 
 async def completions_of(asked: Asked, pending: Sequence[PendingAnswer]) -> list[Any]:

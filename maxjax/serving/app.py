@@ -17,6 +17,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from . import about, chat, responses, text, vectors
@@ -231,6 +232,4 @@ async def _wrong_method(request: Any, error: Any) -> Any:
 
 
 def _plain(error: RequestError) -> Any:
-    from starlette.responses import JSONResponse
-
     return JSONResponse(error.body(), error.status, error.headers)

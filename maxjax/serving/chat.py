@@ -13,7 +13,15 @@ import msgspec
 from ..engine.batching.answer import PendingAnswer
 from ..text.calls import json_of
 from ..text.reasoning import AnswerParser
-from .answers import answers, check_ends, completions_of, pieces_of, settings_of, usage_of
+from .answers import (
+    answers,
+    check_ends,
+    completions_of,
+    must_match,
+    pieces_of,
+    settings_of,
+    usage_of,
+)
 from .asked import Asked
 from .errors import RequestError, unsupported
 from .fields import ChatRequest, ToolChoice, decoded
@@ -92,8 +100,7 @@ class Chat:
         # Without tools an answer that looks like a call is a text.
         tools = self._settings["template_kwargs"].get("tools", ())
         # An answer that must match something has no reasoning, also where the prompt has opened one.
-        is_free = not self._settings.keys() & {"schema", "regex", "grammar"}
-        prompt = completion.prompt or "" if is_free else ""
+        prompt = "" if must_match(self._settings) else completion.prompt or ""
         most = None if self._body.parallel_tool_calls else 1
         return WrittenParts(None, AnswerParser(self._asked.server.format, prompt, tools), most)
 
@@ -130,8 +137,6 @@ class _ChatForm:
 
     def __init__(self, asked: Asked, body: ChatRequest):
         self._asked, self._body = asked, body
-        options = body.stream_options
-        self._shows_usage = options is not None and options.include_usage
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model,
         }  # fmt: skip
@@ -174,7 +179,7 @@ class _ChatForm:
                     ended[i] = answer.completion
                     yield self._event(i, {}, parts.finish_reason(ended[i]))
         usage = usage_of(self._asked, [*ended.values()], self._body.n)
-        if self._shows_usage:
+        if self._body.shows_usage:
             chunk = {"object": "chat.completion.chunk", **self._head, "choices": [], "usage": usage}
             yield event(chunk)
         yield event("[DONE]")
@@ -184,7 +189,7 @@ class _ChatForm:
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
-        if self._shows_usage:
+        if self._body.shows_usage:
             chunk["usage"] = None
         return event(chunk)
 

@@ -72,6 +72,11 @@ class Answering(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
     structured_outputs: Structured | None = None
 
+    @property
+    def shows_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """How an answer is streamed."""

@@ -28,12 +28,16 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     return text.encode()
 
 
+def _number(logprob: float) -> float:
+    """The log-probability; JSON has no number for minus infinity."""
+    return max(logprob, -9999.0)
+
+
 def _one(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
     data = token_bytes(tokenizer, token)
-    # JSON has no number for minus infinity.
     return {
         "token": data.decode("utf-8", "replace"),
-        "logprob": max(logprob, -9999.0),
+        "logprob": _number(logprob),
         "bytes": list(data),
     }
 
@@ -56,10 +60,10 @@ def text_logprobs(tokenizer: Any, found: Sequence[Any], start: int = 0) -> dict[
     for one in found:
         text = token_bytes(tokenizer, one.token).decode("utf-8", "replace")
         tokens.append(text)
-        values.append(max(one.logprob, -9999.0))
+        values.append(_number(one.logprob))
         tops.append(
             {
-                token_bytes(tokenizer, token).decode("utf-8", "replace"): max(value, -9999.0)
+                token_bytes(tokenizer, token).decode("utf-8", "replace"): _number(value)
                 for token, value in one.top
             }
         )

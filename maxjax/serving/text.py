@@ -79,6 +79,6 @@ async def _events(
             lengths[i] += len(piece or "")
         completions = [one.completion for one in pending]
     usage = usage_of(asked, completions, body.n)
-    if body.stream_options is not None and body.stream_options.include_usage:
+    if body.shows_usage:
         yield event({**head, "choices": [], "usage": usage})
     yield event("[DONE]")

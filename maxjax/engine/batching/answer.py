@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 from ..generate.completion import Completion, TokenLogprob
 from ..sampling.settings import Sampling
+from .grammar import FORMS
 from .running import RunningText
 
 _LOG = logging.getLogger("maxjax")
 
 
-# The settings that exclude each other: one of them that is given takes the place of the others.
-_GRAMMARS = frozenset({"schema", "regex", "grammar"})
 _SETTINGS = {field.name for field in fields(Sampling)}
 
 
@@ -166,8 +165,8 @@ class PendingAnswer:
             raise RuntimeError("the engine is closed")
         prompt = self._text.tokens[: self._text.prompt_length]
         branch = Branch(prompt, self._text.partial.unended_tokens())
-        if not _GRAMMARS.isdisjoint(changes):
-            branch, changes = [*prompt, *branch.written], dict.fromkeys(_GRAMMARS) | changes
+        if not FORMS.isdisjoint(changes):  # one that is given takes the place of the others
+            branch, changes = [*prompt, *branch.written], dict.fromkeys(FORMS) | changes
         settings = {name: changes.pop(name) for name in _SETTINGS & changes.keys()}
         if settings and "sampling" not in changes:
             settings = {"sampling": replace(self._options["sampling"], **settings)}

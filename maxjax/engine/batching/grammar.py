@@ -17,6 +17,8 @@ import numpy as np
 from ...errors import UserInputError
 
 MASK_BITS = 32
+FORMS = frozenset({"schema", "regex", "grammar"})
+"""The arguments that say what an answer must match, of which a prompt may have one."""
 # JSON in one line: where any blanks may come, small models write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
