@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import maxjax
-from maxjax.engine.batching import programs, speculation
 from maxjax.engine.batching.calls import compiled_count
 from maxjax.engine.batching.speculation import Speculation
 from maxjax.errors import UserInputError
@@ -15,7 +14,7 @@ from maxjax.models.parts.rotary import Rope
 from maxjax.nn.rope_scaling import LongRoPEScalingParams
 
 from .test_engine import PROMPTS, SETTINGS, VOCAB, page_bytes, same
-from .test_speculation import check, expected, free, scale, shapes
+from .test_speculation import COMPILED, check, check_programs, expected, free, scale, shapes
 
 __all__ = ["free", "shapes"]  # fixtures
 KEY, MTP = jax.random.key(1), {"speculation": "mtp"}
@@ -222,21 +221,13 @@ def test_captures_see_the_model(model):
 
 
 def test_nothing_is_compiled_after_compile():
-    each = [programs.read, programs.read_tokens, programs.decode, speculation.verify]
-    before = compiled_count(*each)
+    before = compiled_count(*COMPILED)
     model = made(rms_norm_eps=1e-7)  # a model of its own
     with maxjax.Engine(model, slots=3, chunk=16, **MTP) as engine:
         count = engine.compile()
         # Those of the model (test_speculation.py), and steps of the layer for 1 and 3 texts.
         assert count == 2 * (1 + 2 + 3) + 2
-        assert count == compiled_count(*each) - before
-        waiting = [
-            engine.submit(p, max_new_tokens=40, **o) for p, o in zip(PROMPTS, SETTINGS, strict=True)
-        ]
-        for answer in waiting:
-            answer.result()
-        assert engine.stats().right_tokens > 0
-        assert compiled_count(*each) - before == count
+        check_programs(engine, count, before)
 
 
 def test_generate_and_stream(model):

@@ -247,10 +247,24 @@ def test_not_finite():
         assert len(good.result().tokens) == 40
 
 
+COMPILED = (programs.read, programs.read_tokens, programs.decode, speculation.verify)
+
+
+def check_programs(engine, count, before):
+    """So many programs have been compiled since there were ``before``; guesses and answers compile no other."""
+    assert count == compiled_count(*COMPILED) - before
+    waiting = [
+        engine.submit(p, max_new_tokens=40, **o) for p, o in zip(PROMPTS, SETTINGS, strict=True)
+    ]
+    for answer in waiting:
+        answer.result()
+    assert engine.stats().right_tokens > 0
+    assert compiled_count(*COMPILED) - before == count
+
+
 @pytest.mark.parametrize("how", ["draft", WITH_ALL("lookup")], indirect=True)
 def test_nothing_is_compiled_after_compile(how):
-    each = [programs.read, programs.read_tokens, programs.decode, speculation.verify]
-    before = compiled_count(*each)
+    before = compiled_count(*COMPILED)
     if "draft" in how:
         how = {"draft": made_draft(rms_norm_eps=1e-4)}  # no other test has its programs
     with maxjax.Engine(made(rms_norm_eps=1e-4), slots=3, chunk=16, **how) as engine:
@@ -259,14 +273,7 @@ def test_nothing_is_compiled_after_compile(how):
         # no grammars.
         programs_of_draft = (1 + 2) * ("draft" in how)
         assert count == 2 * (1 + 2 + 3) + programs_of_draft
-        assert count == compiled_count(*each) - before
-        waiting = [
-            engine.submit(p, max_new_tokens=40, **o) for p, o in zip(PROMPTS, SETTINGS, strict=True)
-        ]
-        for answer in waiting:
-            answer.result()
-        assert engine.stats().right_tokens > 0
-        assert compiled_count(*each) - before == count
+        check_programs(engine, count, before)
 
 
 def test_generate_stream_and_conversation(model, how, monkeypatch):
