@@ -27,7 +27,7 @@ LAYERS = [
     "graph",  # what a weight is, where it lies, and programs of values
     "nn tree",  # modules, then layers
     "models",  # one file per architecture
-    "text engine checkpoint lora interop",  # programs that run, and files they are kept in
+    "text images engine checkpoint lora interop",  # programs that run, and files they are kept in
     "serving",  # the server
     "cli __main__ __init__",  # the command line
 ]

@@ -45,6 +45,7 @@ BESIDE = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "*processor_config.json",
     "additional_chat_templates/*.jinja",
     "modules.json",
     "*sentence_*.json",

@@ -1,0 +1,312 @@
+"""Decodes a picture, whatever a caller has of it, into RGB pixels.
+
+Pictures are hostile input: formats are chosen by their first bytes from a short list, the number of pixels is
+compared with a limit before any is decoded, and every error of a decoder becomes one UserInputError. Nothing is
+fetched from a network.
+"""
+
+from __future__ import annotations
+
+import binascii
+import io
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import UserInputError, printable
+from ..paths import local_path
+from ..storage.files import open_regular
+from ..storage.limits import Limits, in_force, raising
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from PIL.Image import Image
+
+# The first bytes of a file, and Pillow's module and class that decode it. Pillow's own search would try formats that
+# start other programs (EPS) and warn of sizes by a limit of the whole process.
+_FORMATS = (
+    (rb"\x89PNG\r\n\x1a\n", "PngImagePlugin", "PngImageFile"),
+    (rb"\xff\xd8\xff", "JpegImagePlugin", "JpegImageFile"),
+    (rb"RIFF.{4}WEBP", "WebPImagePlugin", "WebPImageFile"),
+    (rb"GIF8[79]a", "GifImagePlugin", "GifImageFile"),
+    (rb"BM", "BmpImagePlugin", "BmpImageFile"),
+)
+_NAMES = "PNG, JPEG, WebP, GIF, BMP"
+_SIGNATURE_BYTES = 16
+
+_NETWORK = re.compile(r"(https?|ftp)://", re.IGNORECASE)
+_DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+# The keys of a part of a message that hold its picture.
+_PART_KEYS = {"image": ("image", "url", "path"), "image_url": ("image_url",)}
+
+_ORIENTATION = 0x0112  # the tag in EXIF
+# Its values, and the names of Pillow's transpositions that put a picture upright.
+_UPRIGHT = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
+    7: "TRANSVERSE", 8: "ROTATE_90",
+}  # fmt: skip
+
+# Pixels that are converted at a time, so that the values in between take little memory.
+_BAND = 1 << 20
+
+
+def decode(item: Any, limits: Limits | None = None) -> np.ndarray:
+    """Return the RGB pixels of a picture.
+
+    EXIF's orientation is applied; transparency is blended onto white; grey, palettes and CMYK become RGB, and of
+    16 bits the upper 8 are kept; an animation gives its first frame. Colour profiles are ignored.
+
+    Args:
+        item: a path; the bytes of a file; a ``data:image/…;base64,`` address; an image of Pillow; an array
+            ``uint8[H, W, 3]``, ``[H, W, 4]`` (RGBA) or ``[H, W]`` (grey); or a part of a message,
+            ``{"type": "image", "image": item}`` or ``{"type": "image_url", "image_url": {"url": item}}``.
+            Files may be PNG, JPEG, WebP, GIF or BMP.
+        limits: limits on files, of which ``image_pixels`` counts; by default those in force.
+
+    Returns:
+        Array ``uint8[H, W, 3]``.
+
+    Raises:
+        UserInputError: it is no picture, its format is not supported, it is truncated or corrupt, or has too many
+            pixels; it is an address in a network; Pillow is not installed.
+        CheckpointError: the path cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> decode(np.array([[0, 255]], np.uint8)).tolist()
+        [[[0, 0, 0], [255, 255, 255]]]
+    """
+    image = open_rgb(item, limits)
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top, band in bands(image):
+        pixels[top : top + band.height] = np.asarray(band)
+    return pixels
+
+
+def is_image(item: Any) -> bool:
+    """Return whether an item is a picture and not a text: anything :func:`decode` takes but a ``str`` with a path.
+
+    Example:
+        >>> is_image({"type": "image", "image": "cat.png"}), is_image("cat.png"), is_image(b"BM")
+        (True, False, True)
+    """
+    if isinstance(item, str):
+        return _DATA.match(item) is not None
+    if isinstance(item, Mapping):
+        return item.get("type") in _PART_KEYS
+    is_pixels = isinstance(item, (bytes, bytearray, memoryview, os.PathLike)) or _is_array(item)
+    return is_pixels or _is_pillow(item)
+
+
+def open_rgb(item: Any, limits: Limits | None = None) -> Image:
+    """Return a picture as Pillow's image of mode RGB, upright; arguments and errors are those of :func:`decode`."""
+    limits = in_force(limits)
+    pillow("PIL.Image")
+    item = _payload(item)
+    if isinstance(item, (str, os.PathLike)) and not (isinstance(item, str) and _is_data(item)):
+        path = local_path(item)
+        file = open_regular(path)
+        try:
+            with os.fdopen(file.fd, "rb", closefd=False) as stream:
+                return _decoded(stream, printable(path), limits)
+        finally:
+            file.close()
+    if isinstance(item, str):
+        item = _data_bytes(item)
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return _decoded(io.BytesIO(item), f"picture of {len(item)} bytes", limits)
+    image: Any = _of_array(np.asarray(item)) if _is_array(item) and not _is_pillow(item) else item
+    if _is_pillow(image):
+        return _upright_rgb(image, "picture", limits)
+    raise UserInputError(
+        "expected a picture (a path, the bytes of a file, a data: address, an image of Pillow, an array "
+        f"uint8[H, W, 3], or a part of a message), got {type(item).__name__}"
+    )
+
+
+def pillow(module: str) -> Any:
+    """Import a module of Pillow.
+
+    Raises:
+        UserInputError: Pillow is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        if error.name not in ("PIL", module):  # a library that Pillow needs does not load
+            raise
+        raise UserInputError(
+            "pictures need the package pillow: pip install maxjax[images]"
+        ) from None
+
+
+def bands(image: Image) -> Iterator[tuple[int, Image]]:
+    """The rows of an image in bands of about a million pixels, each with the number of its first row."""
+    rows = max(_BAND // max(image.width, 1), 1)
+    for top in range(0, image.height, rows):
+        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
+
+
+def check_pixels(width: int, height: int, what: str, limits: Limits) -> None:
+    """Refuse a picture of no pixels, or of more than the limit.
+
+    Raises:
+        UserInputError: it is empty, or too large.
+    """
+    if width < 1 or height < 1:
+        raise UserInputError(f"{what} has no pixels: {width} × {height}")
+    if width * height > limits.image_pixels:
+        raise UserInputError(
+            f"{what} is too large (expected at most {limits.image_pixels} pixels, found {width} × {height} = "
+            f"{width * height}). {raising('image_pixels')}"
+        )
+
+
+# --- what a caller has --------------------------------------------------------------------
+
+
+def _payload(item: Any) -> Any:
+    """The picture inside a part of a message; anything else as it is."""
+    if not isinstance(item, Mapping):
+        return item
+    kind = item.get("type")
+    keys = _PART_KEYS.get(kind) if isinstance(kind, str) else None
+    if keys is None:
+        raise UserInputError(
+            f"a part of type {kind!r} is not supported for pictures (supported: {', '.join(_PART_KEYS)})"
+        )
+    found = next((item[key] for key in keys if item.get(key) is not None), None)
+    if kind == "image_url" and isinstance(found, Mapping):
+        found = found.get("url")
+    if found is None or isinstance(found, Mapping):
+        raise UserInputError(
+            f"a part of type {kind!r} must hold a picture under the key '{keys[0]}'"
+        )
+    return found
+
+
+def _is_data(text: str) -> bool:
+    """Whether a text is a ``data:`` address; refuses addresses in a network."""
+    if _NETWORK.match(text):
+        raise UserInputError(
+            f"{printable(text[:80])!r}: pictures are not fetched from a network: download it, and pass the path "
+            "or the bytes"
+        )
+    return text[:5].lower() == "data:"
+
+
+def _data_bytes(text: str) -> bytes:
+    """The bytes in an address ``data:image/…;base64,…``."""
+    head = _DATA.match(text)
+    if head is None:
+        raise UserInputError(
+            f"{printable(text[:60])!r}: expected an address data:image/…;base64,… (for example data:image/png;base64,…)"
+        )
+    try:
+        return binascii.a2b_base64(text[head.end() :], strict_mode=True)
+    except (ValueError, binascii.Error) as error:
+        raise UserInputError(f"the data: address is not valid base64: {error}") from None
+
+
+def _is_pillow(item: Any) -> bool:
+    module = sys.modules.get("PIL.Image")  # who has an image of Pillow has imported it
+    return module is not None and isinstance(item, module.Image)
+
+
+def _is_array(item: Any) -> bool:
+    """Whether it is an array: NumPy's, JAX's, or another library's."""
+    return hasattr(item, "__array__") and hasattr(item, "dtype") and hasattr(item, "shape")
+
+
+def _of_array(pixels: np.ndarray) -> Image:
+    shape = pixels.shape
+    if pixels.dtype != np.uint8:
+        raise UserInputError(
+            f"expected an array of uint8 from 0 to 255, got {pixels.dtype}: scale and convert it first"
+        )
+    if len(shape) not in (2, 3) or shape[2:] not in ((), (3,), (4,)):
+        raise UserInputError(
+            f"expected an array [H, W, 3], [H, W, 4] or [H, W], got {list(shape)}: channels are the last axis"
+        )
+    if 0 in shape:
+        raise UserInputError(f"the array has no pixels: {list(shape)}")
+    return pillow("PIL.Image").fromarray(np.ascontiguousarray(pixels))
+
+
+# --- decoding -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _as_input_error(what: str) -> Iterator[None]:
+    """Turn every error of Pillow into a UserInputError; its decoders raise a dozen of classes for corrupt files."""
+    try:
+        yield
+    except UserInputError:
+        raise
+    except Exception as error:
+        reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise UserInputError(
+            f"{what} cannot be decoded, it is truncated or corrupt: {reason}"
+        ) from error
+
+
+def _decoded(stream: IO[bytes], what: str, limits: Limits) -> Image:
+    head = stream.read(_SIGNATURE_BYTES)
+    stream.seek(0)
+    found = next((one for one in _FORMATS if re.match(one[0], head, re.DOTALL)), None)
+    if found is None:
+        raise UserInputError(
+            f"{what} has an unknown format (supported: {_NAMES}); it begins with {head!r}"
+        )
+    _, module, name = found
+    plugin = getattr(pillow(f"PIL.{module}"), name)
+    with _as_input_error(what):
+        return _upright_rgb(plugin(stream), what, limits)
+
+
+def _upright_rgb(image: Image, what: str, limits: Limits) -> Image:
+    """The image in RGB, turned as its EXIF data say."""
+    check_pixels(*image.size, what, limits)
+    with _as_input_error(what):
+        image.load()
+        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+        image = _rgb(image, what)
+        if turn is not None:
+            image = image.transpose(pillow("PIL.Image").Transpose[turn])
+        return image
+
+
+def _rgb(image: Image, what: str) -> Image:
+    """The image in RGB: transparency blended onto white."""
+    if image.mode in ("I", "F"):
+        raise UserInputError(
+            f"{what} has the mode {image.mode!r}, whose values have no fixed range: convert it to 8 bits first"
+        )
+    transparent = image.info.get("transparency")
+    if image.mode == "RGB" and transparent is None:
+        return image
+    new, composite = pillow("PIL.Image").new, pillow("PIL.Image").alpha_composite
+    found = new("RGB", image.size)
+    for top, band in bands(image):
+        if image.mode.startswith("I;16"):
+            band = _upper_bits(band, transparent)
+        elif "A" in image.getbands() or transparent is not None:
+            band = composite(new("RGBA", band.size, "white"), band.convert("RGBA"))
+        found.paste(band.convert("RGB"), (0, top))
+    return found
+
+
+def _upper_bits(band: Image, transparent: int | None) -> Image:
+    """The upper 8 of 16 bits of grey; the transparent value is white."""
+    values = np.asarray(band)
+    grey = (values >> 8).astype(np.uint8)
+    if transparent is not None:
+        grey[values == transparent] = 255
+    return pillow("PIL.Image").fromarray(grey)
