@@ -27,6 +27,7 @@ from ..lockstep import Lockstep
 from ..models import LanguageModel, PretrainedModel, build, config_beside
 from ..models.gguf.sampling import sampling_config
 from ..models.gguf.tokenizer.read import end_ids
+from ..models.parts.vision import VisionModel
 from ..models.pooling import Dense, Pooling, gguf_pooling
 from ..models.sentence_files import read_pooling
 from ..models.weights import model_facts, named_dtype, set_activations
@@ -257,7 +258,7 @@ def _prepared(
             model = build(
                 weights, config, cast_to, reduce_dtype=reduce, stacked=False, tie=tie, mtp=mtp
             )
-            if isinstance(model, LanguageModel):
+            if isinstance(model, (LanguageModel, VisionModel)):
                 model.stack_for(mesh)
             if mesh is not None:
                 model.to(mesh, rules=rules)

@@ -58,6 +58,11 @@ def check_bounds(
     raw = config.bounded_sizes(raw)
     for field in dataclasses.fields(config):
         key = field.metadata.get("key") or field.name
+        if isinstance(field.default, ModelConfig) and isinstance(raw.get(key), Mapping):
+            # The settings of a part: "text_config" of the tensors "text_model.*", if the file has this part.
+            part = key.removesuffix("_config")
+            held = {name: shape for name, shape in tensors.items() if name.startswith(part)}
+            check_bounds(type(field.default), raw[key], held, path=path)
         limit = limits.get(field.metadata.get("bounded_by") or "")
         if limit is None:
             continue

@@ -27,6 +27,7 @@ from .parts.encoder import Encoder
 from .parts.heads import CLASSIFY, TAG
 from .parts.language_model import LanguageModel
 from .parts.score import has_score
+from .parts.vision import VisionModel
 from .quantized import KEY as _QUANTIZATION
 from .quantized import Quantization, check_has_settings, unquantised
 from .ties import is_tied, with_tie
@@ -128,7 +129,7 @@ def build(
         model.unloaded = Unloaded.of(weights, whole, model)
     if dtype is None:
         model._take_dtypes({name: data for name, data in found.items() if name not in packed})
-    if stacked and isinstance(model, LanguageModel):
+    if stacked and isinstance(model, (LanguageModel, VisionModel)):
         model.stack()
     return model
 

@@ -272,6 +272,20 @@ ENTRIES: dict[str, Entry] = {
     "deberta_v2.DebertaV2ForSequenceClassification": Entry(
         "deberta-v2", "DebertaV2ForSequenceClassification"
     ),
+    "vision.siglip.SiglipModel": Entry("siglip", "SiglipModel"),
+    "vision.siglip.SiglipForImageClassification": Entry("siglip", "SiglipForImageClassification"),
+    "vision.siglip.SiglipVisionModel": Entry("siglip_vision_model", "SiglipVisionModel"),
+    "vision.siglip.SiglipTextModel": Entry("siglip_text_model", "SiglipTextModel"),
+    "vision.clip.CLIPModel": Entry("clip", "CLIPModel"),
+    "vision.clip.CLIPForImageClassification": Entry("clip", "CLIPForImageClassification"),
+    "vision.clip.CLIPVisionModel": Entry("clip_vision_model", "CLIPVisionModel"),
+    "vision.clip.CLIPVisionModelWithProjection": Entry(
+        "clip_vision_model", "CLIPVisionModelWithProjection"
+    ),
+    "vision.clip.CLIPTextModel": Entry("clip_text_model", "CLIPTextModel"),
+    "vision.clip.CLIPTextModelWithProjection": Entry(
+        "clip_text_model", "CLIPTextModelWithProjection"
+    ),
 }
 """File and class of each model (or its ``Family``, if it shares its class) → its names.
 
@@ -366,10 +380,14 @@ def source_of(model_type: str) -> str:
             "maxjax.models.families() lists them"
         )
     # A family without a class of its own is a variant, in the file of another architecture.
-    file = min(keys, key=lambda key: "_" in key.partition(".")[2]).partition(".")[0]
-    text = (Path(__file__).parent / f"{file}.py").read_text()
-    text = re.sub(r"^from \.\.(?=\w)", "from maxjax.", text, flags=re.MULTILINE)
-    return re.sub(r"^from \.(?=\w)", "from maxjax.models.", text, flags=re.MULTILINE)
+    file = min(keys, key=lambda key: "_" in key.rpartition(".")[2]).rpartition(".")[0]
+    text = (Path(__file__).parent / f"{file.replace('.', '/')}.py").read_text()
+    packages = f"{__package__}.{file}".split(".")
+
+    def absolute(match: re.Match[str]) -> str:
+        return f"from {'.'.join(packages[: -len(match[1])])}."
+
+    return re.sub(r"^from (\.+)(?=\w)", absolute, text, flags=re.MULTILINE)
 
 
 def all_families() -> list[Family]:
@@ -438,11 +456,11 @@ def classes() -> dict[str, str]:
     """
     found: dict[str, list[str]] = {}
     for key, _ in _BUILT_IN:
-        file, _, name = key.partition(".")
+        file, _, name = key.rpartition(".")
         if "_" not in name:  # not a Family
             found.setdefault(file, []).append(name)
             if not re.search(
-                r"For[A-Z]\w+$", name
+                r"(For|ModelWith)[A-Z]\w+$", name
             ):  # with a head: it has the model's configuration
                 found[file].append(f"{name.removesuffix('Model')}Config")
     return {file: " ".join(names) for file, names in found.items()}
@@ -453,7 +471,7 @@ def _loaded(entries: Iterable[tuple[str, Entry]]) -> Iterator[Family]:
         if one.family is not None:
             yield one.family
             continue
-        file, _, name = key.partition(".")
+        file, _, name = key.rpartition(".")
         with without_collector():
             found = getattr(import_module(f"{__package__}.{file}"), name)
         yield getattr(found, "family", found)

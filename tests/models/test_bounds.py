@@ -12,8 +12,9 @@ import pytest
 from maxjax.checkpoint import convert
 from maxjax.errors import CheckpointError, CheckpointMismatchError, UnsupportedModelError
 from maxjax.graph.weights import load_weights
-from maxjax.models import EncoderConfig, Gemma3, LlamaConfig, all_families, build
+from maxjax.models import Gemma3, LlamaConfig, all_families, build
 from maxjax.models.bounds import check_bounds
+from maxjax.models.parts import LabelledConfig
 from maxjax.models.parts.rotary import Rope
 from maxjax.nn.rope_scaling import YarnScalingParams
 from tests.models.decoders import oracle
@@ -31,9 +32,9 @@ KINDS = {
     "bert": ("Bert", {}),
 }  # fmt: skip
 KINDS |= {case.family: case for case in reversed(families()) if case.family not in KINDS}
-# Encoders, whose numbers are those of BERT.
+# Encoders of texts, whose numbers are those of BERT, and of images, which tests/models/vision has.
 ENCODERS = {
-    family.model_type for family in all_families() if issubclass(family.config, EncoderConfig)
+    family.model_type for family in all_families() if issubclass(family.config, LabelledConfig)
 }
 HOSTILE = [
     10**9, 2**31 - 1, 2**31, 2**63, 10**40, 10**400, -1, -(10**9), 0, True, 1.5, 1e300, math.nan,
@@ -44,7 +45,7 @@ FREE = {
     "max_position_embeddings", "model_max_length", "sliding_window", "sliding_window_pattern", "local_attention",
     "attention_chunk_size", "moe_layer_start_index", "moe_layer_interval", "window_size", "n_positions",
     "max_relative_positions", "first_k_dense_replace", "moe_layer_end_index",
-    "seq_length", "max_seq_len", "index_topk", "floor_scale",
+    "seq_length", "max_seq_len", "index_topk", "floor_scale", "eos_token_id", "image_size", "projection_dim",
 }  # fmt: skip
 # Of models whose layers all have experts, or that have one size for all; and what "per_layer_config" says.
 UNUSED = {("qwen3_moe", "intermediate_size"), ("qwen3_5_moe_text", "intermediate_size")}

@@ -50,11 +50,11 @@ def test_entries_have_the_names_of_their_families():
 def test_each_file_with_a_model_is_listed():
     folder = Path(registry.__file__).parent
     files = {
-        path.stem
-        for path in folder.glob("*.py")
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in folder.rglob("*.py")
         if re.search(r"^\w+ = \w+\.family = ", path.read_text(), re.M)
     }
-    assert files == {key.split(".")[0] for key in ENTRIES}
+    assert files == {key.rpartition(".")[0] for key in ENTRIES}
 
 
 def test_names_of_the_package_are_the_classes():
@@ -70,13 +70,14 @@ def test_names_of_the_package_are_the_classes():
         ({"architectures": ["Qwen2ForCausalLM"]}, {"llama"}),
         ({"model_type": "smollm3"}, {"smollm3"}),
         ({"architectures": ["LlamaForSequenceClassification"]}, {"llama"}),
+        ({"model_type": "clip_vision_model"}, {"vision.clip"}),
     ],
 )
 def test_finding_a_family_imports_its_file_only(config, files):
     code = f"import sys, maxjax.models; maxjax.models.find_family({config}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found = set(re.findall(r"maxjax\.models\.(\w+)\s", done.stdout))
-    assert found & {key.split(".")[0] for key in ENTRIES} == files
+    found = set(re.findall(r"maxjax\.models\.([\w.]+)\s", done.stdout))
+    assert found & {key.rpartition(".")[0] for key in ENTRIES} == files
 
 
 class MineConfig(LlamaConfig):

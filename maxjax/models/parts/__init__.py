@@ -25,6 +25,7 @@ from .config import DENSE as DENSE
 from .config import FULL as FULL
 from .config import SLIDING as SLIDING
 from .config import SPARSE as SPARSE
+from .config import LabelledConfig as LabelledConfig
 from .config import LanguageModelConfig as LanguageModelConfig
 from .config import StepwiseExpertsConfig as StepwiseExpertsConfig
 from .config import check_not_empty as check_not_empty
@@ -83,3 +84,15 @@ from .rotary import ropes_by_kind as ropes_by_kind
 from .rotary import ropes_to_hf as ropes_to_hf
 from .shared_kv import SHARED as SHARED
 from .shared_kv import kept_or_shared as kept_or_shared
+from .vision import MAX_PIXELS as MAX_PIXELS
+from .vision import ImageClassifier as ImageClassifier
+from .vision import ImageTextModel as ImageTextModel
+from .vision import PatchEmbedding as PatchEmbedding
+from .vision import VisionConfig as VisionConfig
+from .vision import VisionModel as VisionModel
+from .vision import VisionOutput as VisionOutput
+from .vision import checked_ids as checked_ids
+from .vision import layer_number as layer_number
+from .vision import patches as patches
+from .vision import position_table as position_table
+from .vision import run_until as run_until

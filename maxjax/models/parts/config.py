@@ -28,11 +28,21 @@ from typing import Any, ClassVar, Self
 from ...errors import CheckpointFormatError, UnsupportedModelError, shown
 from ...nn.activation import ACTIVATIONS
 from ...nn.kv_cache.kinds import Group, KeysValues, Shared, States, groups_of
-from ..config import ModelConfig, config_field, field_value, quantization_settings, unsupported_in
+from ..config import (
+    ModelConfig,
+    config_field,
+    default_labels,
+    field_value,
+    label_names,
+    labels_in,
+    labels_of,
+    quantization_settings,
+    unsupported_in,
+)
 from ..multimodal import text_settings
 from ..unread import ReadTracker, warn_of_unread
 from .aliases import Alias, spelling
-from .rotary import Rope, read_rope
+from .rotary import Rope, object_of, read_rope
 
 # The kinds of layers in "layer_types".
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -332,6 +342,10 @@ class ArchitectureConfig(ModelConfig):
                     raw, context, default.theta, part=part, interleaved=default.interleaved
                 )
                 continue
+            if isinstance(field.default, ArchitectureConfig):  # an object of its own
+                given = object_of(raw, cls.key_of(field.name))
+                values[field.name] = kinds[field.name].from_dict(given, path=raw.path)
+                continue
             found = field_value(field, kinds[field.name], raw)
             if found is not dataclasses.MISSING:
                 values[field.name] = found
@@ -360,11 +374,77 @@ class ArchitectureConfig(ModelConfig):
                 continue
             if isinstance(value, Rope):
                 found |= value.to_hf(field.default) if field.name == "rope_parameters" else {}
+            elif isinstance(value, ArchitectureConfig):
+                found[self.key_of(field.name)] = value.to_hf()
             # null counts as absent, so None is written only where it differs from the default.
             elif value is not None or field.default is not None:
                 key = field.metadata.get("key") or field.name
                 found[key] = list(value) if isinstance(value, tuple) else value
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledConfig(ArchitectureConfig):
+    """Base class of the configurations of encoders, of texts or images, whose head may have labels.
+
+    Attributes:
+        num_labels: number of labels of the head.
+        labels: their names; () for labels without names, which are LABEL_0, LABEL_1 and so on.
+        problem_type: "regression", "single_label_classification" or "multi_label_classification".
+    """
+
+    # No call reads them: the head's weights have the number of labels.
+    _mx_unread: ClassVar[frozenset[str]] = frozenset({"num_labels", "labels", "problem_type"})
+
+    num_labels: int = dataclasses.field(default=2, kw_only=True, metadata={"constant": True})
+    labels: tuple[str, ...] = dataclasses.field(
+        default=(), kw_only=True, metadata={"constant": True}
+    )
+    problem_type: str | None = dataclasses.field(default=None, kw_only=True)
+
+    def _fill_in(self) -> None:
+        """Replace None by what follows from other fields."""
+        super()._fill_in()
+        if self.labels:
+            self._set("num_labels", len(self.labels))
+        if self.labels == default_labels(len(self.labels)):
+            self._set("labels", ())
+
+    def _check(self) -> None:
+        """Raise ValueError if fields contradict each other."""
+        size, heads = getattr(self, "hidden_size", 0), getattr(self, "num_attention_heads", 1)
+        if size % heads:
+            raise ValueError(
+                f"'{self.key_of('hidden_size')}' {size} is not a multiple of "
+                f"'{self.key_of('num_attention_heads')}' {heads}"
+            )
+        super()._check()
+
+    @property
+    def head_dim(self) -> int:
+        """D, the width of a head."""
+        return self.hidden_size // self.num_attention_heads  # type: ignore[attr-defined]
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """The names of the labels, by number."""
+        return dict(enumerate(self.labels or default_labels(self.num_labels)))
+
+    @property
+    def label2id(self) -> dict[str, int]:
+        """The numbers of the labels, by name."""
+        return {name: number for number, name in self.id2label.items()}
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], **values: Any) -> Self:
+        """Read the settings of a file, with the labels of its head."""
+        return super().from_hf(
+            raw, **{"num_labels": labels_of(raw), "labels": labels_in(raw), **values}
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the settings, with the names of labels."""
+        return {**super().to_hf(), **label_names([*self.id2label.values()])}
 
 
 class LanguageModelConfig(ArchitectureConfig):

@@ -20,9 +20,8 @@ from ...nn.activation import activation
 from ...nn.layer import LayerStack, Module
 from ...nn.linear import Linear
 from ...nn.norm import LayerNorm
-from ..config import default_labels, label_names, labels_in, labels_of
 from ..family import PretrainedModel
-from .config import ArchitectureConfig
+from .config import LabelledConfig
 from .rotary import Angles, Rope
 
 
@@ -271,60 +270,19 @@ class Encoder(PretrainedModel):
 
 
 @dataclass(frozen=True)
-class EncoderConfig(ArchitectureConfig):
+class EncoderConfig(LabelledConfig):
     """Base class of the configurations of text encoders, with the settings that heads have in all of them.
 
     Attributes:
-        num_labels: number of labels of a head for texts or tokens.
-        labels: their names; () for labels without names, which are LABEL_0, LABEL_1 and so on.
-        problem_type: "regression", "single_label_classification" or "multi_label_classification".
         tie_word_embeddings: whether the last layer of a head for masked words is the embedding table.
     """
 
     # An encoder is never causal, whatever a file says.
     unused = ("is_causal",)
     # No call reads them: the head's weights have the number of labels, and are those of the table or not.
-    _mx_unread: ClassVar[frozenset[str]] = frozenset(
-        {"num_labels", "labels", "problem_type", "tie_word_embeddings"}
-    )
+    _mx_unread: ClassVar[frozenset[str]] = LabelledConfig._mx_unread | {"tie_word_embeddings"}
 
-    num_labels: int = field(default=2, kw_only=True, metadata={"constant": True})
-    labels: tuple[str, ...] = field(default=(), kw_only=True, metadata={"constant": True})
-    problem_type: str | None = field(default=None, kw_only=True)
     tie_word_embeddings: bool = field(default=True, kw_only=True)
-
-    def _fill_in(self) -> None:
-        """Replace None by what follows from other fields."""
-        super()._fill_in()
-        if self.labels:
-            self._set("num_labels", len(self.labels))
-        if self.labels == default_labels(len(self.labels)):
-            self._set("labels", ())
-
-    @property
-    def id2label(self) -> dict[int, str]:
-        """The names of the labels, by number."""
-        return dict(enumerate(self.labels or default_labels(self.num_labels)))
-
-    @property
-    def label2id(self) -> dict[str, int]:
-        """The numbers of the labels, by name."""
-        return {name: number for number, name in self.id2label.items()}
-
-    def _check(self) -> None:
-        """Raise ValueError if fields contradict each other."""
-        size, heads = self.hidden_size, self.num_attention_heads  # type: ignore[attr-defined]
-        if size % heads:
-            raise ValueError(
-                f"'{self.key_of('hidden_size')}' {size} is not a multiple of "
-                f"'{self.key_of('num_attention_heads')}' {heads}"
-            )
-        super()._check()
-
-    @property
-    def head_dim(self) -> int:
-        """D, the width of a head."""
-        return self.hidden_size // self.num_attention_heads  # type: ignore[attr-defined]
 
     @property
     def max_length(self) -> int:
@@ -341,13 +299,11 @@ class EncoderConfig(ArchitectureConfig):
         if raw.get("is_decoder"):
             what = cls.__name__.removesuffix("Config")
             raise UnsupportedModelError(f"{what} as a decoder ('is_decoder') is not supported")
-        return super().from_hf(
-            raw, **{"num_labels": labels_of(raw), "labels": labels_in(raw), **values}
-        )
+        return super().from_hf(raw, **values)
 
     def to_hf(self) -> dict[str, Any]:
         """Write the settings, with names of labels; that the head's table is the embedding table is the default."""
         found = super().to_hf()
         if self.tie_word_embeddings:
             del found["tie_word_embeddings"]
-        return {**found, **label_names([*self.id2label.values()])}
+        return found

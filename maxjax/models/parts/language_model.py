@@ -18,14 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from ...dtype import DType
 from ...errors import OutOfMemoryError, UserInputError, checked_integer
 from ...graph.device import DeviceRef
 from ...graph.kind import as_array
-from ...graph.placement.arrays import platform_of
-from ...graph.placement.mesh import axis_of
 from ...graph.placement.specs import batch_axes, held_bytes, mesh_of, spec_of
 from ...graph.placement.split import TABLE
 from ...kernels import explicit
@@ -42,14 +40,10 @@ from ..weights import beside
 from .aliases import spelling
 from .cache import ForwardContext, LayerCache, no_cache, recurrent_place
 from .config import groups_of_config, shares
-from .layer_loop import kind_of, pattern
+from .layer_loop import is_faster_separate, kind_of, pattern
 from .mtp import KEPT, PredictsMore
 from .rotary import NO_LIMIT, is_dynamic, same_until
 from .score import Scored
-
-# JAX's platforms that are GPUs.
-_GPUS = ("gpu", "cuda", "rocm")
-
 
 C = TypeVar("C", KVCache, PagedCache)
 
@@ -195,9 +189,7 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         Returns:
             The model itself.
         """
-        fsdp = axis_of(place, "fsdp") if isinstance(place, Mesh) else None
-        gathered = fsdp is not None and place.shape[fsdp] > 1
-        separate = platform_of(place) in _GPUS and self.separate_on_gpus and not gathered
+        separate = self.separate_on_gpus and is_faster_separate(place)
         return self.unstack() if separate else self.stack()
 
     # --- the cache

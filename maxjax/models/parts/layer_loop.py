@@ -7,12 +7,17 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from ...graph.placement.arrays import platform_of
+from ...graph.placement.mesh import axis_of
 from ...graph.placement.split import COLUMNS, REPLICATED, ROWS, Segment, Split
 from ...nn.layer import LayerStack, Module
 from .cache import LayerCache
 
 C = TypeVar("C", bound=LayerCache)
+# JAX's platforms that are GPUs.
+_GPUS = ("gpu", "cuda", "rocm")
 # The longest repeating pattern of layers that ``pattern`` finds.
 _LONGEST_PERIOD = 32
 
@@ -88,6 +93,19 @@ def split_features_over_mesh(outputs: Sequence[str], inputs: Sequence[str]) -> d
 def replicate_over_mesh(*names: str) -> dict[str, Any]:
     """Return sharding rules by which every device holds these layers completely, such as a router or a small table."""
     return dict.fromkeys(names, REPLICATED)
+
+
+def is_faster_separate(place: Any) -> bool:
+    """Return whether layers with weights of their own are faster than a loop over stacked ones: on GPUs without fsdp.
+
+    ``LanguageModel.stack_for`` says why.
+
+    Args:
+        place: mesh, Sharding or device; None for the default device.
+    """
+    fsdp = axis_of(place, "fsdp") if isinstance(place, Mesh) else None
+    gathered = fsdp is not None and place.shape[fsdp] > 1
+    return platform_of(place) in _GPUS and not gathered
 
 
 def kind_of(layer: Module) -> Hashable:

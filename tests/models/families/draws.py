@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from maxjax.models import EncoderConfig
+from maxjax.models import LanguageModelConfig
 from maxjax.models.registry import all_families
 from tests.models.families.cases import Case, every
 from tests.models.families.choices import (
@@ -54,7 +54,7 @@ class Drawn:
 
 def names() -> list[str]:
     """The families of decoders."""
-    return [one.model_type for one in all_families() if not issubclass(one.config, EncoderConfig)]
+    return [one.model_type for one in all_families() if issubclass(one.config, LanguageModelConfig)]
 
 
 # What more than one class of settings has, and what it may be. A third is left out.
