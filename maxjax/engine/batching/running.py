@@ -252,14 +252,10 @@ def running_text(
         options: further arguments of ``RunningText``.
     """
     sampling, size = request.sampling, request.model.config.vocab_size
-    key_words = np.zeros(2, np.uint32)
-    if not sampling.is_greedy and key is not None:
-        checked = checked_key(key)
-        typed = jnp.issubdtype(checked.dtype, jax.dtypes.prng_key)
-        key_words = np.asarray(jax.random.key_data(checked) if typed else checked)[..., :2]
     ends = np.asarray(request.eos_ids, np.int32)
     sequences = sequences_of(sampling, size) if sampling.needs_order else None
-    settings = RowSettings.of(sampling, key_words, index, ends, size)
+    words = key_words(None if sampling.is_greedy else key)
+    settings = RowSettings.of(sampling, words, index, ends, size)
     return RunningText(
         request.partial_completion(prompt),
         prompt.ids,
@@ -269,6 +265,20 @@ def running_text(
         sequences=sequences,
         **options,
     )
+
+
+def key_words(key: Any) -> np.ndarray:
+    """Return the words of a key of any generator, uint32 ``[2]``; those of ``jax.random.key(0)`` for None.
+
+    Example:
+        >>> key_words(jax.random.key(7)).tolist()
+        [0, 7]
+    """
+    if key is None:
+        return np.zeros(2, np.uint32)
+    checked = checked_key(key)
+    typed = jnp.issubdtype(checked.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(checked) if typed else checked)[..., :2]
 
 
 def bias_of(sampling: Sampling, vocab_size: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 They use the Gumbel-max trick: add to each logit a random number that is a function of the key, the
 row, the position and the token id, and take the argmax. So the sample depends neither on the other
-rows of the batch, nor on the sharding of the vocabulary, nor on its padding.
+rows of the batch nor on the sharding of the vocabulary.
 
 Top-k, top-p and min-p are one threshold per row: the smallest logit that is kept. Nothing here sorts the
 vocabulary. The threshold is found among the few largest logits where they suffice, and otherwise by
@@ -16,16 +16,10 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 
-from ...errors import UserInputError, some
-from ...kernels import explicit
 from ...kernels.tpu.mosaic import LANES
 from .filters import RareFilters, bisected, near_the_top, rarely_kept
-from .penalties import History, adjusted, without_padding
-from .settings import GREEDY, Amounts, Sampling
 
 
 class Sampled(NamedTuple):
@@ -58,146 +52,7 @@ class Chosen(NamedTuple):
     lead: jax.Array
 
 
-def sample(
-    logits: jax.Array,
-    key: jax.Array | None = None,
-    settings: Sampling = GREEDY,
-    *,
-    amounts: Amounts | None = None,
-    history: History | None = None,
-    rows: jax.Array | None = None,
-    positions: jax.Array | int = 0,
-    vocab_size: int | None = None,
-    withheld: jax.Array | None = None,
-) -> Sampled:
-    """Samples the next token of each row.
-
-    Args:
-        logits: logits ``[B, V]`` of any float dtype; the computation is in float32.
-        key: one key, from which the key of each row is made by its number in ``rows``; or keys
-            ``[B]``, one for each row. Greedy sampling needs none.
-        settings: the settings of all rows, static under jit.
-        amounts: the numeric settings, by default constants of the program. With ``settings.kind``
-            and these as arguments, one jitted function serves all settings of that kind.
-        history: the tokens so far, which the penalties need.
-        rows: the number of each row's text among all texts, integers ``[B]``; by default 0, 1, 2, …
-            A text keeps its number whatever batch it is in.
-        positions: the position of the new token in its text, an integer or ``[B]``. Each step
-            needs another position or another key.
-        vocab_size: the number of columns that are tokens; the others are padding. By default all.
-        withheld: whether each row may not have each token now, bool ``[B, V]``.
-
-    Raises:
-        UserInputError: shapes, dtypes or token ids do not fit, or a key or history is missing. NaN
-            logits do not raise: see :attr:`Sampled.valid` and :func:`check_logits`.
-
-    Example:
-        >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
-        >>> sample(logits).tokens.tolist()
-        [1]
-        >>> settings = Sampling(temperature=0.8, top_p=0.5, logprobs=2)
-        >>> found = sample(logits, jax.random.key(0), settings)
-        >>> found.tokens.tolist(), found.top_tokens.tolist()
-        ([1], [[1, 2]])
-    """
-    vocab_size = _checked_size(logits, vocab_size)
-    keys = None if settings.is_greedy else row_keys(key, rows, positions, logits.shape[0])
-
-    def choose(logits, keys, history, amounts, withheld):
-        values = adjusted(logits, settings, amounts, history, vocab_size)
-        if withheld is not None:
-            values = jnp.where(withheld, -jnp.inf, values)
-        found = _choose(values, keys, settings, amounts)
-        return [*found, *_logprobs(logits, found[0], settings.logprobs, vocab_size)]
-
-    batch = explicit.entries(logits)[:1]
-    count = 2 if settings.logprobs is None else 3 if settings.logprobs == 0 else 5
-    specs = ([batch] * 3 + [[*batch, ()]] * 2)[:count]
-    choose = explicit.automatic(choose, explicit.mesh_of(logits), specs)
-    return Sampled(*choose(logits, keys, history, amounts or settings.amounts, withheld))
-
-
-def process_logits(
-    logits: jax.Array,
-    settings: Sampling,
-    *,
-    history: History | None = None,
-    vocab_size: int | None = None,
-) -> jax.Array:
-    """The logits that :func:`sample` draws from, float32 ``[B, V]``, with -inf for excluded tokens.
-
-    They are shifted so that the largest of each row is 0. Greedy settings exclude banned tokens
-    only. XTC, which is random, is not applied unless its probability is 1.
-
-    Example:
-        >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
-        >>> process_logits(logits, Sampling(temperature=1.0, top_k=2)).round(3).tolist()
-        [[-inf, 0.0, -0.693...]]
-    """
-    amounts, size = settings.amounts, _checked_size(logits, vocab_size)
-
-    def process(logits: jax.Array, history: History | None) -> jax.Array:
-        values = adjusted(logits, settings, amounts, history, size)
-        values = scaled(values, jnp.max(values, axis=1, keepdims=True), amounts.temperature)
-        if not settings.is_filtered:
-            return values
-        if settings.has_rare_filters:
-            return _filtered(values, filters(settings, amounts, size), amounts.rare_filters, 1.0)
-        return _kept(values, threshold_of(values, *filters(settings, amounts, size)))
-
-    run = explicit.automatic(process, explicit.mesh_of(logits), explicit.entries(logits))
-    return run(logits, history)
-
-
-def check_logits(logits: jax.Array, vocab_size: int | None = None) -> None:
-    """Raises an error for logits from which no token can be sampled. It does not work under jit.
-
-    Raises:
-        FloatingPointError: a row has a NaN or plus infinity, or nothing above minus infinity.
-
-    Example:
-        >>> check_logits(jnp.array([[0.0, jnp.nan, 1.0]]))
-        Traceback (most recent call last):
-        FloatingPointError: logits of row 0: 1 of 3 are NaN, the first for token 1
-    """
-    vocab_size = _checked_size(logits, vocab_size)
-    if isinstance(logits, jax.core.Tracer):
-        raise UserInputError("check_logits does not work under jit: use Sampled.valid there")
-    values = np.asarray(logits)[:, :vocab_size].astype(np.float32)
-    for found, text in ((np.isnan(values), "NaN"), (np.isposinf(values), "plus infinity")):
-        if found.any():
-            bad = np.flatnonzero(found.any(axis=1)).tolist()
-            row = found[bad[0]]
-            raise FloatingPointError(
-                f"logits of row {bad[0]}: {row.sum()} of {vocab_size} are {text}, the first for "
-                f"token {row.argmax()}" + (f" (also in rows {some(bad[1:])})" if bad[1:] else "")
-            )
-    empty = np.flatnonzero(np.isneginf(values).all(axis=1)).tolist()
-    if empty:
-        raise FloatingPointError(f"logits of row {empty[0]}: all {vocab_size} are minus infinity")
-
-
 # --- choosing -------------------------------------------------------------------------------
-
-
-def _choose(
-    values: jax.Array, keys: jax.Array | None, settings: Sampling, amounts: Amounts
-) -> tuple[jax.Array, jax.Array]:
-    """The tokens and whether they are valid; bias, penalties and bans are in ``values`` already."""
-    top = jnp.max(values, axis=1, keepdims=True)  # NaN if any is
-    valid = jnp.isfinite(top)[:, 0]
-    if keys is None:
-        tokens = first_equal(values, top, columns_of(values))
-    else:
-        divided = scaled(values, top, amounts.temperature)
-        usual = filters(settings, amounts, values.shape[1])
-        if settings.has_rare_filters:
-            tokens, _ = _drawn_of_all(divided, keys, usual, amounts.rare_filters)
-        elif settings.is_filtered:
-            tokens, _ = _gumbel_argmax_filtered(divided, keys, settings, amounts)
-        else:
-            tokens, _ = _gumbel_argmax(divided, columns_of(divided), keys)
-    return jnp.where(valid, tokens, 0), valid
 
 
 def first_equal(values: jax.Array, top: jax.Array, columns: jax.Array) -> jax.Array:
@@ -228,26 +83,16 @@ def _gumbel_argmax(values: jax.Array, columns: jax.Array, keys: jax.Array) -> Ch
     return best_of(scores, jnp.max(scores, axis=1, keepdims=True), columns)
 
 
-def _gumbel_argmax_filtered(
-    values: jax.Array, keys: jax.Array, settings: Sampling, amounts: Amounts
-) -> Chosen:
-    width = values.shape[1]
-    count = candidate_count(settings, width)
-    return _drawn_of_candidates(values, keys, count, *filters(settings, amounts, width))
-
-
 def _drawn_of_candidates(
-    values: jax.Array, keys: jax.Array, count: int, top_k: Any, top_p: Any, least: Any
+    values: jax.Array, keys: jax.Array, top_k: Any, top_p: Any, least: Any
 ) -> Chosen:
-    """The tokens drawn among ``count`` largest logits if these have all that is kept, else among all."""
+    """The tokens drawn among the largest logits if these have all that is kept, else among all."""
 
     def from_all() -> Chosen:
         threshold = threshold_of(values, top_k, top_p, least)
         return _gumbel_argmax(_kept(values, threshold), columns_of(values), keys)
 
-    if count > MOST_CANDIDATES:
-        return from_all()
-    found, tokens = largest(values, count)
+    found, tokens = largest(values, min(CANDIDATES, values.shape[1]))
     threshold, exact = threshold_among(found, values, top_k, top_p, least)
 
     def from_few() -> Chosen:
@@ -292,7 +137,7 @@ def choose_drawn(
     is_filtered = (top_k < width) | (top_p < 1) | (least > -jnp.inf)
 
     def filtered() -> Chosen:
-        return _drawn_of_candidates(values, keys, min(_CANDIDATES, width), top_k, top_p, least)
+        return _drawn_of_candidates(values, keys, top_k, top_p, least)
 
     def plain() -> Chosen:
         return _gumbel_argmax(values, columns_of(values), keys)
@@ -307,12 +152,6 @@ def choose_drawn(
     return jax.lax.switch(which, [plain, filtered, rarely])
 
 
-def filters(settings: Sampling, amounts: Amounts, width: int) -> tuple[Any, Any, Any]:
-    """Top-k, top-p and the least logit of these settings, as :func:`threshold_of` takes them; None: it is off."""
-    top_k = settings.top_k if 0 < settings.top_k < width else None
-    return top_k, amounts.top_p if settings.top_p < 1 else None, amounts.least
-
-
 def _kept(values: jax.Array, threshold: jax.Array) -> jax.Array:
     return jnp.where(values >= threshold, values, -jnp.inf)
 
@@ -320,15 +159,6 @@ def _kept(values: jax.Array, threshold: jax.Array) -> jax.Array:
 def scaled(values: jax.Array, top: jax.Array, temperature: Any) -> jax.Array:
     """Values minus their largest, divided by the temperature: at most 0, so that none overflows."""
     return (values - jnp.where(jnp.isfinite(top), top, 0.0)) / temperature
-
-
-def _logprobs(
-    logits: jax.Array, tokens: jax.Array, count: int | None, vocab_size: int
-) -> list[jax.Array]:
-    if count is None:
-        return []
-    found = top_logprobs(without_padding(logits, vocab_size), tokens, min(count, vocab_size))
-    return found if count else found[:1]
 
 
 def top_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> list[jax.Array]:
@@ -342,8 +172,6 @@ def top_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> list[jax.A
     values = logits.astype(jnp.float32)
     total = jax.nn.logsumexp(values, axis=1, keepdims=True)
     chosen = jnp.take_along_axis(values, tokens[:, None], axis=1) - total
-    if count == 0:
-        return [chosen[:, 0]]
     found, top_tokens = largest(values, count)
     return [chosen[:, 0], top_tokens, found - total]
 
@@ -351,29 +179,24 @@ def top_logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> list[jax.A
 # --- randomness -----------------------------------------------------------------------------
 
 
-def row_keys(
-    key: jax.Array | None, rows: jax.Array | None, positions: jax.Array | int, batch: int
-) -> jax.Array:
-    """The key of each row at its position, as uint32 ``[B, 2]``."""
-    if key is None:
-        raise UserInputError(
-            "a temperature above 0 needs a random key: sample(logits, jax.random.key(0), …)"
-        )
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed and (key.dtype != jnp.uint32 or key.ndim == 0):
-        raise UserInputError(f"key must be a key of jax.random, not {key.dtype}{list(key.shape)}")
+def row_keys(words: jax.Array, numbers: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the key of each row at its position, as words uint32 ``[B, 2]``.
+
+    Args:
+        words: words of the key of each row's request, uint32 ``[B, 2]``.
+        numbers: the number of each row's text among those with this key, int32 ``[B]``.
+        positions: the position of the new token in its text, int32 ``[B]``.
+
+    Example:
+        >>> zeros = jnp.zeros(1, jnp.int32)
+        >>> row_keys(jnp.zeros((1, 2), jnp.uint32), zeros, zeros).shape
+        (1, 2)
+    """
     # Always threefry: with other generators the bits of a row depend on the array's full shape.
-    words = (jax.random.key_data(key) if typed else key)[..., :2]
     keys = jax.random.wrap_key_data(words, impl="threefry2x32")
-    if keys.shape not in ((), (batch,)):
-        raise UserInputError(f"keys have the shape {list(keys.shape)}: it must be [] or [{batch}]")
-    if keys.ndim == 0:
-        rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, rows)
-    elif rows is not None:
-        raise UserInputError("rows= needs a single key: with one key for each row, leave it out")
-    positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (batch,))
-    return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, positions))
+    for one in (numbers, positions):
+        keys = jax.vmap(jax.random.fold_in)(keys, one)
+    return jax.random.key_data(keys)
 
 
 def _gumbel(words: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -409,39 +232,12 @@ def standard_gumbel(bits: jax.Array) -> jax.Array:
     return -jnp.log(-jnp.log1p(-jnp.minimum(_uniform(bits), 1 - 2.0**-24)))
 
 
-def _checked_size(logits: jax.Array, vocab_size: int | None) -> int:
-    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating) or 0 in logits.shape[1:]:
-        raise UserInputError(
-            f"logits must have the shape [B, V] and a float dtype, not {logits.dtype}"
-            f"{list(logits.shape)}"
-        )
-    width = logits.shape[1]
-    size = width if vocab_size is None else vocab_size
-    if not 0 < size <= width:
-        raise UserInputError(
-            f"vocab_size is {size}: it must be from 1 to {width}, the number of columns of the logits"
-        )
-    return size
+CANDIDATES = 256
+"""So many of the largest logits usually include all that top-p keeps."""
 
-
-# This many of the largest logits usually include all that top-p keeps.
-_CANDIDATES = 256
-# For more candidates than this, bisection is faster than finding the largest logits.
-MOST_CANDIDATES = 1024
 # In a row of at least _WIDE columns, the largest logits are searched in the blocks with the largest
 # maxima, which takes about half the time.
 _BLOCK, _WIDE = 64, 65536
-
-
-def candidate_count(settings: Sampling, width: int) -> int:
-    """The number of largest logits among which the threshold is searched first.
-
-    Example:
-        >>> candidate_count(Sampling(temperature=1, top_k=50), 32000)
-        66
-    """
-    # A few more than k: the threshold is exact only if the last candidate is below it.
-    return min(width, settings.top_k + 16 if settings.top_k else _CANDIDATES)
 
 
 def largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -492,33 +288,29 @@ def threshold_among(
 
     Example:
         >>> v = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
-        >>> threshold, exact = threshold_among(v, v, None, 0.6, -jnp.inf)
+        >>> threshold, exact = threshold_among(v, v, 3, 0.6, -jnp.inf)
         >>> (v >= threshold).tolist(), exact.tolist()
         ([[True, True, False]], [True])
     """
     # Never a slice of ``found``: XLA would merge it with the slice inside top_k, no longer
     # recognise top_k, and sort the whole vocabulary.
     last = jnp.min(found, axis=1)
+    has_k = jnp.asarray(top_k) < values.shape[1]
+    rank = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
+    kth = jnp.min(jnp.where(rank < top_k, found, 0.0), axis=1, keepdims=True)
+    kth = jnp.where(has_k, kth, -jnp.inf)
     threshold = jnp.broadcast_to(jnp.asarray(least, jnp.float32), (found.shape[0], 1))
-    has_k = None
-    if top_k is not None:
-        has_k = jnp.asarray(top_k) < values.shape[1]
-        rank = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
-        kth = jnp.min(jnp.where(rank < top_k, found, 0.0), axis=1, keepdims=True)
-        kth = jnp.where(has_k, kth, -jnp.inf)
-        threshold = jnp.maximum(threshold, kth)
-    if top_p is not None:
-        # Top-p applies to the result of top-k; min-p comes after it.
-        weights = jnp.exp(found)
-        total = jnp.sum(jnp.exp(values), axis=1, keepdims=True)
-        if has_k is not None:
-            weights = jnp.where(found >= kth, weights, 0.0)
-            total = jnp.where(has_k, jnp.sum(weights, axis=1, keepdims=True), total)
-        above = jnp.cumsum(weights, axis=1) - weights
-        # The largest value, 0, is always kept: it is the minimum if nothing else is.
-        stays = above < top_p * total
-        nucleus = jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True)
-        threshold = jnp.maximum(threshold, jnp.where(jnp.asarray(top_p) < 1, nucleus, -jnp.inf))
+    threshold = jnp.maximum(threshold, kth)
+    # Top-p applies to the result of top-k; min-p comes after it.
+    weights = jnp.exp(found)
+    total = jnp.sum(jnp.exp(values), axis=1, keepdims=True)
+    weights = jnp.where(found >= kth, weights, 0.0)
+    total = jnp.where(has_k, jnp.sum(weights, axis=1, keepdims=True), total)
+    above = jnp.cumsum(weights, axis=1) - weights
+    # The largest value, 0, is always kept: it is the minimum if nothing else is.
+    stays = above < top_p * total
+    nucleus = jnp.min(jnp.where(stays, found, 0.0), axis=1, keepdims=True)
+    threshold = jnp.maximum(threshold, jnp.where(jnp.asarray(top_p) < 1, nucleus, -jnp.inf))
     exact = (threshold[:, 0] > last) | (last == -jnp.inf)
     return threshold, exact | (found.shape[1] == values.shape[1])
 
@@ -528,24 +320,21 @@ def threshold_of(values: jax.Array, top_k: Any, top_p: Any, least: Any) -> jax.A
 
     Args:
         values: logits divided by the temperature, of which the largest of a row is 0.
-        top_k, top_p: numbers or arrays ``[B, 1]``; None, and V and 1 in arrays, are off.
+        top_k, top_p: numbers or arrays ``[B, 1]``; V and 1 are off.
         least: the smallest logit that is kept.
 
     Example:
         >>> v = jnp.log(jnp.array([[0.3, 0.5, 0.2]]))
-        >>> (v >= threshold_of(v - v.max(), 1, None, -jnp.inf) + v.max()).tolist()
+        >>> (v >= threshold_of(v - v.max(), 1, 1.0, -jnp.inf) + v.max()).tolist()
         [[False, True, False]]
     """
     threshold = jnp.broadcast_to(jnp.asarray(least, jnp.float32), (values.shape[0], 1))
     weights = jnp.exp(values)
-    if top_k is not None:
-        limit = jnp.broadcast_to(jnp.asarray(top_k, jnp.float32), threshold.shape)
-        kth = bisected(values, jnp.ones_like(values), limit)
-        kth = jnp.where(limit < values.shape[1], kth, -jnp.inf)
-        weights = jnp.where(values >= kth, weights, 0.0)
-        threshold = jnp.maximum(threshold, kth)
-    if top_p is not None:
-        limit = top_p * jnp.sum(weights, axis=1, keepdims=True)
-        nucleus = bisected(values, weights, limit)
-        threshold = jnp.maximum(threshold, jnp.where(jnp.asarray(top_p) < 1, nucleus, -jnp.inf))
-    return threshold
+    limit = jnp.broadcast_to(jnp.asarray(top_k, jnp.float32), threshold.shape)
+    kth = bisected(values, jnp.ones_like(values), limit)
+    kth = jnp.where(limit < values.shape[1], kth, -jnp.inf)
+    weights = jnp.where(values >= kth, weights, 0.0)
+    threshold = jnp.maximum(threshold, kth)
+    limit = top_p * jnp.sum(weights, axis=1, keepdims=True)
+    nucleus = bisected(values, weights, limit)
+    return jnp.maximum(threshold, jnp.where(jnp.asarray(top_p) < 1, nucleus, -jnp.inf))

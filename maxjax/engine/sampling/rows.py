@@ -1,7 +1,7 @@
 """Sampling when each row of a batch has its own settings, which are arrays: another value compiles nothing.
 
-What no row uses is not computed: it stands under ``lax.cond``. A row gets the token that :func:`~.draw.sample` gives it
-with the same settings, key and position.
+What no row uses is not computed: it stands under ``lax.cond``. A row's token depends on its own logits, settings, key
+and position alone.
 
 Shapes: B rows, V tokens of the vocabulary, E tokens that end a text, R rows of :class:`Words`, L tokens of the longest
 text.
@@ -9,6 +9,7 @@ text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,12 +78,13 @@ class RowSettings(NamedTuple):
             ends: tokens that end the text, int32 ``[E]``.
             vocab_size: V.
         """
-        amounts, f = sampling.amounts, np.float32
+        f = np.float32
         return RowSettings(
-            f(0.0 if sampling.is_greedy else amounts.temperature),
+            f(0.0 if sampling.is_greedy else _in_range(sampling.temperature)),
             np.int32(min(sampling.top_k or vocab_size, vocab_size)),
-            f(amounts.top_p), f(amounts.least), f(amounts.repetition_penalty),
-            f(amounts.presence_penalty), f(amounts.frequency_penalty),
+            f(sampling.top_p), f(math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf),
+            f(_in_range(sampling.repetition_penalty)),
+            f(sampling.presence_penalty), f(sampling.frequency_penalty),
             np.int32(sampling.min_new_tokens), _others(sampling), np.bool_(uses_words(sampling)),
             np.bool_(sampling.logprobs is not None), key, np.int32(number), ends,
         )  # fmt: skip
@@ -101,9 +103,15 @@ class RowSettings(NamedTuple):
 _RARE = len(RareFilters._fields)
 
 
+def _in_range(number: float) -> float:
+    """The number, or the nearest one by which float32 divides without a NaN or infinity."""
+    return min(max(number, 1e-30), 1e30)
+
+
 def _others(sampling: Sampling) -> np.ndarray:
     # Greedy sampling has no filters.
-    filters = RareFilters() if sampling.is_greedy else sampling.amounts.rare_filters
+    given = {name: getattr(sampling, name) for name in RareFilters._fields}
+    filters = RareFilters() if sampling.is_greedy else RareFilters(**given)
     return np.asarray([*filters, *Repeats.of(sampling)], np.float32)
 
 
@@ -269,9 +277,7 @@ def sample_rows(
     is_drawn = settings.temperature > 0
 
     def drawn(values: jax.Array) -> Chosen:
-        keys = jax.random.wrap_key_data(settings.keys, impl="threefry2x32")
-        keys = jax.vmap(jax.random.fold_in)(keys, settings.numbers)
-        keys = row_keys(keys, None, positions, values.shape[0])
+        keys = row_keys(settings.keys, settings.numbers, positions)
         temperature = jnp.where(is_drawn, settings.temperature, 1.0)[:, None]
         shifted = scaled(values, top, temperature)
         of_rows = (settings.top_k, settings.top_p, settings.least)

@@ -9,51 +9,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...elsewhere import meant
 from ...errors import UnknownArgumentError, UserInputError
 from ...rendering.row import short
-from .filters import RareFilters
 
 _LOG = logging.getLogger("maxjax")
 _LAST_TOKEN = 2**31 - 1
 # The largest logit bias: twice as much is still finite in float32.
 _LARGEST = 1e38
-
-
-class Amounts(NamedTuple):
-    """The numeric settings of a Sampling, as Python floats or scalar arrays. A pytree.
-
-    Attributes:
-        temperature: the divisor of the logits; 1 for greedy.
-        top_p: the same as in Sampling.
-        least: the smallest shifted logit that min-p keeps: the logarithm of ``min_p``.
-        repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens: the same as in
-            Sampling.
-        top_n_sigma, typical_p, epsilon_cutoff, eta_cutoff, xtc_probability, xtc_threshold: the same as in Sampling.
-    """
-
-    temperature: Any
-    top_p: Any
-    least: Any
-    repetition_penalty: Any
-    presence_penalty: Any
-    frequency_penalty: Any
-    min_new_tokens: Any
-    top_n_sigma: Any
-    typical_p: Any
-    epsilon_cutoff: Any
-    eta_cutoff: Any
-    xtc_probability: Any
-    xtc_threshold: Any
-
-    @property
-    def rare_filters(self) -> RareFilters:
-        """The filters that few requests use."""
-        return RareFilters(*(getattr(self, name) for name in RareFilters._fields))
 
 
 @dataclass(frozen=True)
@@ -176,12 +143,6 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def is_filtered(self) -> bool:
-        """Whether top-k, top-p, min-p or a rarer filter exclude some tokens."""
-        usual = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return not self.is_greedy and (usual or self.has_rare_filters)
-
-    @property
     def has_rare_filters(self) -> bool:
         """Whether one of the filters is used that few requests use."""
         cuts = self.epsilon_cutoff, self.eta_cutoff, self.top_n_sigma, self.xtc_probability
@@ -198,47 +159,6 @@ class Sampling:
         """Whether a penalty needs to know the tokens so far."""
         changing = self.presence_penalty, self.frequency_penalty
         return self.repetition_penalty != 1 or changing != (0, 0)
-
-    @property
-    def amounts(self) -> Amounts:
-        """The numeric settings, clipped to what float32 can hold.
-
-        Example:
-            >>> Sampling(temperature=0.5).amounts.temperature
-            0.5
-        """
-        # Beyond these, float32 would round to 0 or infinity, and a logit would become NaN or infinite.
-        inside = lambda number: min(max(number, 1e-30), 1e30)
-        return Amounts(
-            1.0 if self.is_greedy else inside(self.temperature),
-            self.top_p,
-            math.log(self.min_p) if self.min_p > 0 else -math.inf,
-            inside(self.repetition_penalty),
-            self.presence_penalty,
-            self.frequency_penalty,
-            self.min_new_tokens,
-            *(getattr(self, name) for name in RareFilters._fields),
-        )
-
-    @property
-    def kind(self) -> Sampling:
-        """The settings with their numbers normalised: equal for all settings that share a program.
-
-        Example:
-            >>> Sampling(temperature=0.5, top_p=0.9).kind == Sampling(temperature=0.7, top_p=0.8).kind
-            True
-            >>> Sampling(temperature=0.5).kind == Sampling(temperature=0.5, top_p=0.8).kind
-            False
-        """
-        drawn = {"temperature", "top_k", "top_p", "min_p", *RareFilters._fields}
-        unused = drawn if self.is_greedy else set()
-        off = {field.name: field.default for field in fields(self)}
-        numbers = {
-            name: off[name] if name in unused or getattr(self, name) == off[name] else 0.5
-            for name in _RANGES
-        }
-        least = min(self.min_new_tokens, 1)
-        return replace(self, **numbers, top_k=0 if unused else self.top_k, min_new_tokens=least)
 
     @staticmethod
     def from_generation_config(config: Mapping[str, Any]) -> Sampling:

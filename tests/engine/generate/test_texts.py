@@ -18,7 +18,6 @@ from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.engine.generate import stream as streaming
 from maxjax.engine.generate.completion import Completion
 from maxjax.engine.generate.defaults import GenerationDefaults, read_defaults
-from maxjax.engine.sampling.draw import sample
 from maxjax.engine.sampling.settings import Sampling
 from maxjax.errors import UserInputError
 from maxjax.lockstep import Lockstep
@@ -601,11 +600,3 @@ def test_another_temperature_is_no_other_program(theirs, directory):
     assert compiled == 0 and second != first
     assert write(**hot) == (first, 0)
     assert write(temperature=1.5)[1] == 1  # without penalties, tokens need not be counted
-    # As with the numbers in the program.
-    logits = np.random.default_rng(3).normal(size=(9, 300)).astype(np.float32)
-    settings = Sampling(temperature=1.5, top_p=0.7, min_p=0.02)
-    by = jax.jit(sample, static_argnums=2)
-    there = by(logits, jax.random.key(0), settings)
-    amounts = jax.tree.map(np.float32, settings.amounts)
-    here = by(logits, jax.random.key(0), settings.kind, amounts=amounts)
-    assert here.tokens.tolist() == there.tokens.tolist()

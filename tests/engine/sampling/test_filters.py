@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.engine.sampling.draw import process_logits, sample
 from maxjax.engine.sampling.rows import RowSettings, Words, sample_rows
 from maxjax.engine.sampling.settings import Sampling
+from tests.engine.sampling.equal_rows import draw, processed
 from tests.engine.sampling.test_draw import random_logits
 
 V = 50
-draw = jax.jit(sample, static_argnames="settings")
-process = jax.jit(process_logits, static_argnames="settings")
 
 
 def top_n_sigma(logits, n):
@@ -41,7 +39,7 @@ def test_top_n_sigma_is_llama_cpps(n, temperature):
     """The temperature changes nothing about what is kept."""
     logits = np.concatenate([random_logits(kind, width=V) for kind in ("random", "few", "far")])
     settings = Sampling(temperature=temperature, top_n_sigma=n)
-    kept = np.isfinite(np.asarray(process(logits, settings)))
+    kept = np.isfinite(np.asarray(processed(logits, settings)))
     expected = np.isfinite(top_n_sigma(logits, n))
     assert not expected.all()
     np.testing.assert_array_equal(kept, expected)
@@ -51,7 +49,7 @@ def test_top_n_sigma_is_llama_cpps(n, temperature):
 def test_xtc_is_llama_cpps(threshold):
     logits = random_logits(batch=6, width=V)
     settings = Sampling(temperature=1, xtc_probability=1, xtc_threshold=threshold)
-    kept = np.isfinite(np.asarray(process(logits, settings)))
+    kept = np.isfinite(np.asarray(processed(logits, settings)))
     expected = np.isfinite(xtc(logits, threshold))
     np.testing.assert_array_equal(kept, expected)
     assert expected.all() == (threshold >= 0.3)
@@ -92,9 +90,7 @@ def test_rows_with_settings_of_their_own_draw_as_alone():
         positions = jnp.full(len(each), position, jnp.int32)
         found = run(logits, settings, positions, positions, words, numbers).tokens
         for i, one in enumerate(each):
-            alone = draw(
-                logits[i : i + 1], jax.random.key(5), one, rows=jnp.array([i]), positions=position
-            )
+            alone = draw(logits[i : i + 1], jax.random.key(5), one, rows=[i], positions=position)
             assert alone.tokens[0] == found[i], (RARE[i], position)
 
 
@@ -103,8 +99,3 @@ def test_greedy_has_no_filters():
     settings = Sampling(xtc_probability=1, xtc_threshold=0, typical_p=0.01, top_n_sigma=1)
     assert not settings.has_rare_filters
     np.testing.assert_array_equal(draw(logits, settings=settings).tokens, logits.argmax(axis=1))
-
-
-def test_other_numbers_are_the_same_program():
-    a, b = (Sampling(temperature=1, typical_p=p, xtc_probability=0.2) for p in (0.3, 0.6))
-    assert a.kind == b.kind != Sampling(temperature=1, typical_p=0.3).kind

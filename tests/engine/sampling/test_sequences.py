@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxjax.engine.sampling.draw import sample
 from maxjax.engine.sampling.sequences import (
     Repeats,
     Sequences,
@@ -193,11 +192,3 @@ def test_too_many_or_too_long_sequences_are_refused():
         with pytest.raises(UserInputError, match="pass fewer or shorter ones"):
             sequences_of(settings, V)
     assert sequences_of(Sampling(dry_multiplier=1, dry_sequence_breakers=kinds[:31]), V) is not None
-
-
-@pytest.mark.parametrize("settings", [
-    {"no_repeat_ngram_size": 2}, {"bad_words": [[1, 2]]}, {"sequence_bias": {(1, 2): 1.0}}, {"dry_multiplier": 1},
-])  # fmt: skip
-def test_sample_has_no_order_of_tokens(settings):
-    with pytest.raises(UserInputError, match="need the order of the tokens so far"):
-        sample(jnp.zeros((1, V)), settings=Sampling(**settings))
