@@ -23,7 +23,7 @@ import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-_HEAD = b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+_HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
 _PATHS = [
     b"/v1/chat/completions",
     b"/v1/completions",
@@ -66,9 +66,9 @@ def hostile(draw: random.Random) -> tuple[str, bytes]:
         "two lengths": lambda: _HEAD % path + b"Content-Length: 1\r\nContent-Length: 9\r\n\r\n{}",
         "smuggled": lambda: (_HEAD % path + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
                              + b"0\r\n\r\nGET / HTTP/1.1"),
-        "wrong method": lambda: b"%s %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" % (
+        "wrong method": lambda: b"%s %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % (
             draw.choice([b"PUT", b"DELETE", b"TRACE", b"PATCH", b"GET"]), path),
-        "wrong path": lambda: b"GET /%s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" % draw.choice(
+        "wrong path": lambda: b"GET /%s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % draw.choice(
             [b"..%2f..%2fetc/passwd", b"%00", b"v1/%ff", b"a" * 5000, b"v1/models/../../x"]),
     }  # fmt: skip
     kind = draw.choice(list(kinds))

@@ -48,6 +48,8 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
                        help="clients with different keys share what the cache has of equal beginnings")  # fmt: skip
     group.add_argument("--allow-origin", action="append", type=text, default=[], metavar="URL",
                        help="an origin of web pages that may ask; may be repeated")  # fmt: skip
+    group.add_argument("--allow-host", action="append", type=text, default=[], metavar="NAME",
+                       help="a Host header that is answered, besides localhost; may be repeated")  # fmt: skip
     group.add_argument("--waiting", type=positive, default=1024, metavar="N",
                        help="answers that may wait; more are refused with status 429 (default: 1024)")  # fmt: skip
     group.add_argument("--timeout", type=positive, default=600, metavar="S",
@@ -65,6 +67,7 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
     """
     try:
         from ..serving.app import application
+        from ..serving.hosts import is_loopback
         from ..serving.run import run
         from ..serving.server import RequestLimits, Server
     except ImportError as error:
@@ -72,6 +75,7 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
             f"maxjax serve needs packages that are not installed ({error.name}): pip install maxjax[serve]"
         ) from None
     keys = _keys(options)
+    guards = is_loopback(options.host) or bool(options.allow_host)
     server = Server(
         options.name or PurePath(options.model).name, keys, options.shared_prefixes,
         RequestLimits(seconds=options.timeout, waiting=options.waiting), options.tool_call_parser,
@@ -85,7 +89,7 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
 
     with _access_log() if options.log_requests else contextlib.nullcontext():
         run(
-            application(server, options.allow_origin),
+            application(server, options.allow_origin, options.allow_host if guards else None),
             server,
             options.host,
             options.port,

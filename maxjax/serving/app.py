@@ -23,6 +23,7 @@ from starlette.routing import Route
 from . import about, chat, responses, text, vectors
 from .asked import Asked
 from .errors import RequestError, error_of
+from .hosts import HostGuard, checked_hosts
 from .http import (
     ClientGoneError,
     Receive,
@@ -58,7 +59,8 @@ _ALIASES = {"/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank"}
 
 def app(
     engine: Any, *, name: str | None = None, keys: Sequence[str] = (), shares_prefixes: bool = False,
-    origins: Sequence[str] = (), limits: RequestLimits = DEFAULT_LIMITS, format: str | None = None,
+    origins: Sequence[str] = (), hosts: Sequence[str] | None = None,
+    limits: RequestLimits = DEFAULT_LIMITS, format: str | None = None,
 ) -> Starlette:  # fmt: skip
     """An ASGI application that answers OpenAI's API with an engine.
 
@@ -71,6 +73,9 @@ def app(
         shares_prefixes: whether clients with different keys share what the cache has of prompts that begin alike. The
             time of an answer then tells a client whether another one has sent the same beginning.
         origins: the origins of pages in browsers that may ask (CORS); none by default.
+        hosts: the names of hosts, besides ``localhost`` and addresses like 127.0.0.1, for which it answers, by the
+            ``Host`` header; None: for all. A server that only this machine may ask needs ``()``: a page of another site
+            can reach it under a name of that site's own (DNS rebinding).
         limits: what a client may ask for.
         format: the format in which the model writes calls of functions, by vLLM's names (``"hermes"``); by default that
             of its chat template.
@@ -87,11 +92,13 @@ def app(
     server = Server(name or type(engine.model).__name__, keys, shares_prefixes, limits, format)
     server.use(engine.model, engine.tokenizer, engine)
     server.is_ready = True
-    return application(server, origins)
+    return application(server, origins, hosts)
 
 
-def application(server: Server, origins: Sequence[str] = ()) -> Starlette:
-    """The ASGI application of a server, whose model may come later."""
+def application(
+    server: Server, origins: Sequence[str] = (), hosts: Sequence[str] | None = None
+) -> Starlette:
+    """The ASGI application of a server, whose model may come later; ``origins`` and ``hosts`` as for :func:`app`."""
     routes = [
         Route("/health", _Status(lambda: not server.has_failed)),
         Route("/ready", _Status(lambda: server.takes_requests)),
@@ -101,14 +108,16 @@ def application(server: Server, origins: Sequence[str] = ()) -> Starlette:
         method, path = line.split()
         for one in (path, *(alias for alias, of in _ALIASES.items() if of == path)):
             routes.append(Route(one, _Endpoint(server, method, one, answer), methods=[method]))
-    cors = Middleware(
-        CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
-        allow_headers=["*"], expose_headers=["retry-after"],
-    )  # fmt: skip
+    middleware = [] if hosts is None else [Middleware(HostGuard, hosts=checked_hosts(hosts))]
+    if origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
+                allow_headers=["*"], expose_headers=["retry-after"],
+            )
+        )  # fmt: skip
     handlers: Any = {404: _not_found, 405: _wrong_method}
-    found = Starlette(
-        routes=routes, middleware=[cors] if origins else [], exception_handlers=handlers
-    )
+    found = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     found.router.redirect_slashes = False
     return found
 

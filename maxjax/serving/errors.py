@@ -9,8 +9,8 @@ from typing import Any
 from ..errors import OutOfMemoryError, UnsupportedModelError, UserInputError, first_line
 
 _TYPES = {
-    401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
-    503: "server_error", 504: "timeout_error",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
+    500: "server_error", 503: "server_error", 504: "timeout_error",
 }  # fmt: skip
 
 

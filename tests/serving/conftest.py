@@ -31,10 +31,10 @@ def client(engine):
     return TestClient(app(engine, name="tiny"))
 
 
-def ask(client, path="/v1/chat/completions", **fields):
+def ask(client, path="/v1/chat/completions", headers=None, **fields):
     if path == "/v1/chat/completions":
         fields = {"messages": QUESTION, **fields}
-    return client.post(path, json={"model": "tiny", **fields})
+    return client.post(path, json={"model": "tiny", **fields}, headers=headers)
 
 
 def server_of(client):
@@ -120,11 +120,21 @@ class GivenEngine:
 def given(tiny):
     """Makes a client of a server that answers with a text, and its engine."""
 
-    def make(text="Yes.", *, format=None, size=3, waits=False, prompt="", origins=(), **options):
+    def make(
+        text="Yes.",
+        *,
+        format=None,
+        size=3,
+        waits=False,
+        prompt="",
+        origins=(),
+        hosts=None,
+        **options,
+    ):
         server = Server("tiny", format=format, **options)
         engine = GivenEngine(text, size, waits, prompt)
         server.use(*tiny, engine)
         server.is_ready = True
-        return TestClient(application(server, origins)), engine
+        return TestClient(application(server, origins, hosts)), engine
 
     return make

@@ -109,6 +109,40 @@ def test_pages_of_other_sites_may_not_ask_unless_told(given):
     assert "access-control-allow-origin" not in other.headers
 
 
+@pytest.mark.parametrize(
+    ("host", "is_answered"),
+    [("localhost", True), ("LOCALHOST:8000", True), ("127.0.0.1:8000", True), ("127.3.2.1", True),
+     ("[::1]:8000", True), ("[::1]", True), ("llm.example", True), ("llm.example:443", True),
+     ("a.example", False), ("localhost.a.example", False), ("127.0.0.1.a.example", False), ("10.0.0.1:8000", False),
+     ("0.0.0.0", False), ("", False), ("[::1", False), ("a.llm.example", False), ("localhost:8000/a.example", False)],
+)  # fmt: skip
+def test_a_host_that_is_not_allowed_is_refused(given, host, is_answered):
+    """A page of a.example whose name has come to mean 127.0.0.1 sends the name a.example."""
+    client, engine = given(hosts=["llm.example"])
+    found = ask(client, headers={"host": host})
+    assert (found.status_code == 200) == is_answered == (len(engine.asked) == 1)
+    if not is_answered:
+        error = found.json()["error"]
+        assert found.status_code == 403
+        assert (error["type"], error["code"]) == ("permission_error", "host_not_allowed")
+
+
+def test_every_host_is_answered_unless_hosts_are_given(given):
+    client, _ = given()
+    assert ask(client, headers={"host": "a.example"}).status_code == 200
+    client, _ = given(hosts=())
+    found = [client.get("/health", headers={"host": one}).status_code for one in ("::1", "[::1]")]
+    assert found == [403, 200]
+
+
+@pytest.mark.parametrize(
+    "host", ["a.example:80", "http://a.example", "a.example/v1", "", "[::1]:80"]
+)
+def test_what_is_no_name_of_a_host_is_refused(given, host):
+    with pytest.raises(UserInputError, match="name or an address without a port"):
+        given(hosts=[host])
+
+
 def test_an_answer_that_takes_too_long_is_cancelled(given):
     client, engine = given("Yes.", waits=True, limits=RequestLimits(seconds=0.2))
     response = ask(client)
@@ -171,24 +205,22 @@ def test_metrics(client):
 # --- clients that go, or read slowly ---------------------------------------------------------
 
 
-def call(app, *, messages, read=lambda message: None, stream=False):
-    """The status of a request whose client sends these ASGI messages, and then nothing until it is closed."""
+def ask_and_go(app, engine, stream):
+    """Sends a request, and closes the connection when the engine has it."""
     body = json.dumps({"model": "tiny", "messages": QUESTION, "stream": stream}).encode()
-    sent = []
 
     async def run():
-        coming = iter([{"type": "http.request", "body": body}, *messages])
+        coming = iter([{"type": "http.request", "body": body}])
 
         async def receive():
-            message = next(coming, None)
-            if message is None:
-                await asyncio.Event().wait()
-            await asyncio.sleep(0.05)
-            return message
+            if (message := next(coming, None)) is not None:
+                return message
+            while not engine.answers:
+                await asyncio.sleep(0.01)
+            return {"type": "http.disconnect"}
 
         async def send(message):
-            sent.append(message)
-            await (read(message) or asyncio.sleep(0))
+            pass
 
         scope = {
             "type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"",
@@ -198,13 +230,12 @@ def call(app, *, messages, read=lambda message: None, stream=False):
         await asyncio.wait_for(app(scope, receive, send), 20)
 
     asyncio.run(run())
-    return sent
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_answers_of_a_client_that_goes_are_cancelled(given, stream):
     client, engine = given("Yes.", waits=True)
-    call(client.app, messages=[{"type": "http.disconnect"}], stream=stream)
+    ask_and_go(client.app, engine, stream)
     assert [one.is_cancelled for one in engine.answers] == [True]
     server = server_of(client)
     assert (server.admission.running, server.admission.waiting) == (0, 0)

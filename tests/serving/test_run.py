@@ -390,7 +390,7 @@ def test_the_command_serves_and_ends(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     command = [sys.executable, "-m", "maxjax", "serve", "tiny", "--port", "0", "--slots", "1", "--no-compile",
-               "--api-key", str(keys), "--log-requests"]  # fmt: skip
+               "--api-key", str(keys), "--log-requests", "--allow-host", "b.example"]  # fmt: skip
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -402,6 +402,8 @@ def test_the_command_serves_and_ends(tmp_path):
         url = re.search(r"http://127.0.0.1:\d+", process.stdout.readline())[0]
         assert httpx.get(f"{url}/health").status_code == 200
         assert "ready" in process.stdout.readline()
+        assert httpx.get(f"{url}/health", headers={"host": "a.example"}).status_code == 403
+        assert httpx.get(f"{url}/health", headers={"host": "b.example:80"}).status_code == 200
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret")
         assert (
             client.chat.completions.create(model="tiny", messages=QUESTION)
@@ -421,7 +423,8 @@ def test_the_command_serves_and_ends(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--port", "99999"], "65535"), (["--api-key", "/dev/null"], "has no key"), (["nowhere"], "nowhere"),
-     (["--tool-call-parser", "x"], "not supported"), (["--host", "203.0.113.1"], "cannot listen")],
+     (["--tool-call-parser", "x"], "not supported"), (["--host", "203.0.113.1"], "cannot listen"),
+     (["--allow-host", "a:80"], "without a port")],
 )  # fmt: skip
 def test_wrong_arguments_are_one_line(arguments, message, capsys):
     from maxjax.cli import main
