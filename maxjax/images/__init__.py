@@ -8,5 +8,5 @@ Nothing of it needs JAX. Pillow is an extra: ``pip install maxjax[images]``.
 
 from .decode import decode as decode
 from .decode import is_image as is_image
-from .processor import ImageInputs as ImageInputs
+from .inputs import ImageInputs as ImageInputs
 from .processor import ImageProcessor as ImageProcessor

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,29 +17,16 @@ from ..models.config import read_object
 from ..storage.files import is_there
 from ..storage.save.beside import Files
 from .decode import bands, open_rgb, pillow
+from .inputs import ImageInputs
 from .kinds import Kind, find_kind, standard_size
-from .settings import ImageSettings, read_settings
+from .prompt import PictureTokens, named_tokens, picture_tokens, with_outer
+from .settings import ImageSettings, Size, read_settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FILE = "preprocessor_config.json"
 OUTER = "processor_config.json"
-
-
-@dataclass(frozen=True)
-class ImageInputs:
-    """Pictures as a vision model reads them.
-
-    Attributes:
-        pixels: ``float32[N, 3, H, W]``; the tiles of a picture follow each other.
-        sizes: ``int64[images, 2]``, the height and width of each picture.
-        tiles: ``int64[images]``, how many rows of ``pixels`` each picture has.
-    """
-
-    pixels: np.ndarray
-    sizes: np.ndarray
-    tiles: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -50,6 +39,7 @@ class ImageProcessor:
     Attributes:
         kind: the name of the kind, for example ``"clip"``.
         settings: what is done, with the keys of the file.
+        tokens: what stands for a picture in a text; None where models read no such texts.
 
     Example:
         >>> import numpy as np
@@ -60,15 +50,25 @@ class ImageProcessor:
 
     kind: str
     settings: ImageSettings
+    tokens: PictureTokens | None
     _kind: Kind
     _raw: Mapping[str, Any]
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], *, model_type: str | None = None) -> ImageProcessor:
+    def of(
+        cls,
+        settings: Mapping[str, Any],
+        outer: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        tokenizer_config: Mapping[str, Any] = MappingProxyType({}),
+        model_type: str | None = None,
+    ) -> ImageProcessor:
         """Return the processor of some settings.
 
         Args:
             settings: the content of ``preprocessor_config.json``.
+            outer: the content of ``processor_config.json``.
+            tokenizer_config: the content of ``tokenizer_config.json``, which may name the tokens of pictures.
             model_type: that of ``config.json``, for old files that do not name their processor.
 
         Raises:
@@ -79,7 +79,11 @@ class ImageProcessor:
         found = read_settings(
             settings, kind.defaults, kind.keys, is_square=kind.is_square, kind=kind.name
         )
-        return cls(kind.name, found, kind, copy.deepcopy(dict(settings)))
+        if named := settings.get("processor_class"):
+            outer = {"processor_class": named, **outer}
+        found = with_outer(found, kind.name, outer)
+        tokens = picture_tokens(kind.name, found, outer, named_tokens(tokenizer_config))
+        return cls(kind.name, found, tokens, kind, copy.deepcopy(dict(settings)))
 
     @classmethod
     def in_folder(cls, folder: Path | Files) -> ImageProcessor | None:
@@ -91,21 +95,26 @@ class ImageProcessor:
             UserInputError: as for :meth:`of`.
             CheckpointError: a file is corrupt or cannot be read.
         """
-        settings = read_object(folder / FILE) if is_there(folder / FILE) else None
-        outer = read_object(folder / OUTER) if is_there(folder / OUTER) else {}
-        if isinstance(inner := outer.get("image_processor"), Mapping):
-            settings = inner
-        if settings is None:
+        outer = _optional(folder / OUTER)
+        settings = outer.get("image_processor") or _optional(folder / FILE)
+        if not isinstance(settings, Mapping) or not settings:
             return None
-        config = read_object(folder / "config.json") if is_there(folder / "config.json") else {}
-        return cls.of(settings, model_type=config.get("model_type"))
+        return cls.of(
+            settings, outer, tokenizer_config=_optional(folder / "tokenizer_config.json"),
+            model_type=_optional(folder / "config.json").get("model_type"),
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """The content of ``preprocessor_config.json``: what the processor was read from."""
         return copy.deepcopy(dict(self._raw))
 
-    def __call__(self, images: Any) -> ImageInputs:
+    def __call__(self, images: Any, *, of: int | None = None) -> ImageInputs:
         """Return the inputs of a vision model for one picture, or a list of them.
+
+        Args:
+            images: one picture, or a list of those of a prompt.
+            of: how many pictures the prompt has, if not all of them are passed: of several, LLaVA-OneVision makes
+                one tile each.
 
         Raises:
             UserInputError: there is no picture; one cannot be decoded, or has too many pixels; or their sizes
@@ -114,24 +123,66 @@ class ImageProcessor:
         items = list(images) if isinstance(images, (list, tuple)) else [images]
         if not items:
             raise UserInputError("expected at least one picture, got an empty list")
-        found, sizes, tiles = [], [], []
+        kind, s, is_alone = self._kind, self.settings, (of or len(items)) == 1
+        found, sizes, tiles, layouts, grids = [], [], [], [], []
         for item in items:
             image = open_rgb(item)
-            sizes.append((image.height, image.width))
-            cut = self._arrays(image)
+            height, width = image.height, image.width
+            cut = self._arrays(image, is_alone)
+            del image
             tiles.append(len(cut))
+            layouts.append(kind.layout(height, width, s) if tiles[-1] > 1 else (0, 0))
+            sizes.append(cut[0].shape[1:] if kind.has_new_sizes else (height, width))
+            grids.append((0, 0, 0))
+            if kind.is_packed:
+                grids[-1] = (1, *(side // s.patch_size for side in cut[0].shape[1:]))
+                cut = [_patches(cut[0], s)]
+                tiles[-1] = len(cut[0])
             found += cut
-        pixels = _stacked(found, self.settings)
-        return ImageInputs(pixels, np.array(sizes, np.int64), np.array(tiles, np.int64))
+        pads = s.do_pad and kind.pads_batch
+        inputs = ImageInputs(
+            np.concatenate(found) if kind.is_packed else _stacked(found, pads, s.pad_size),
+            sizes=np.array(sizes, np.int64), tiles=np.array(tiles, np.int64), layouts=np.array(layouts, np.int64),
+            grids=np.array(grids, np.int64), counts=np.zeros(len(items), np.int64),
+        )  # fmt: skip
+        if self.tokens is None:
+            return inputs
+        return dataclasses.replace(inputs, counts=np.array(self.tokens.counts(inputs), np.int64))
 
-    def _arrays(self, image: Image) -> list[np.ndarray]:
+    def expand(self, text: str, inputs: ImageInputs | Sequence[ImageInputs]) -> str:
+        """Return a text with the tokens of its pictures in place of their placeholders.
+
+        Args:
+            text: what a chat template gives, with one placeholder for each picture.
+            inputs: the pictures in their order: one call's inputs, or those of several calls.
+
+        Raises:
+            UserInputError: the text has another number of placeholders; or texts with pictures are not supported
+                for this processor.
+        """
+        if self.tokens is None:
+            named = self._raw.get("processor_class")
+            raise UserInputError(
+                f"texts with pictures are not supported for an image processor of kind {self.kind!r}"
+                + (f" and 'processor_class' {named!r}" if named else "")
+            )
+        given = [inputs] if isinstance(inputs, ImageInputs) else inputs
+        return self.tokens.expand(text, [(one, i) for one in given for i in range(len(one.sizes))])
+
+    def _arrays(self, image: Image, is_alone: bool) -> list[np.ndarray]:
         """The tiles of a picture, each ``float32[3, H, W]``."""
         s = self.settings
         if self._kind.is_float and s.do_resize and s.do_rescale:
             size = standard_size(image.height, image.width, s.size)
             return [_normalized(_resized_floats(image, *size, s) * np.float32(s.rescale_factor), s)]
         levels = _levels(s)
-        return [_looked_up(tile, levels) for tile in self._kind.cut(image, s)]
+        cut = self._kind.cut if is_alone else self._kind.among_others or self._kind.cut
+        return [_looked_up(tile, levels) for tile in cut(image, s)]
+
+
+def _optional(path: Any) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    return read_object(path) if is_there(path) else {}
 
 
 def _levels(settings: ImageSettings) -> np.ndarray:
@@ -175,20 +226,35 @@ def _resized_floats(image: Image, height: int, width: int, settings: ImageSettin
     return found
 
 
-def _stacked(tiles: list[np.ndarray], settings: ImageSettings) -> np.ndarray:
-    """The tiles in one array, padded with zeros below and on the right if the settings say so.
+def _patches(picture: np.ndarray, settings: ImageSettings) -> np.ndarray:
+    """The patches of a picture ``[3, H, W]``: those that are merged into one feature follow each other.
+
+    A picture is a film of equal frames, as many as a patch has.
+    """
+    p, m = settings.patch_size, settings.merge_size
+    rows, columns = (side // (p * m) for side in picture.shape[1:])
+    split = picture.reshape(3, rows, m, p, columns, m, p)
+    split = split.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+    split = np.broadcast_to(
+        split, (*split.shape[:5], settings.temporal_patch_size, *split.shape[6:])
+    )
+    return split.reshape(rows * columns * m * m, -1)
+
+
+def _stacked(tiles: list[np.ndarray], pads: bool, pad_size: Size | None) -> np.ndarray:
+    """The tiles in one array; with ``pads`` with zeros below and on the right, up to a size or that of the largest.
 
     Raises:
         UserInputError: their sizes differ.
     """
     height, width = (max(tile.shape[axis] for tile in tiles) for axis in (1, 2))
-    if settings.do_pad and settings.pad_size is not None:
-        if height > settings.pad_size["height"] or width > settings.pad_size["width"]:
+    if pads and pad_size is not None:
+        if height > pad_size["height"] or width > pad_size["width"]:
             raise UserInputError(
-                f"a picture of {height} × {width} does not fit into 'pad_size' {dict(settings.pad_size)}"
+                f"a picture of {height} × {width} does not fit into 'pad_size' {dict(pad_size)}"
             )
-        height, width = settings.pad_size["height"], settings.pad_size["width"]
-    if settings.do_pad:
+        height, width = pad_size["height"], pad_size["width"]
+    if pads:
         found = np.zeros((len(tiles), 3, height, width), np.float32)
         for row, tile in zip(found, tiles, strict=True):
             row[:, : tile.shape[1], : tile.shape[2]] = tile

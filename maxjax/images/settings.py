@@ -54,6 +54,20 @@ class ImageSettings:
     image_std: tuple[float, ...] = HALF
     do_pad: bool = False
     pad_size: Size | None = None
+    # Gemma 3
+    do_pan_and_scan: bool = False
+    pan_and_scan_min_crop_size: int = 256
+    pan_and_scan_max_num_crops: int = 4
+    pan_and_scan_min_ratio_to_activate: float = 1.2
+    # LLaVA-NeXT and LLaVA-OneVision: heights and widths that tiles can make
+    image_grid_pinpoints: tuple[tuple[int, int], ...] = ()
+    # Idefics3 and SmolVLM
+    do_image_splitting: bool = True
+    max_image_size: Size = dataclasses.field(default_factory=lambda: {"longest_edge": 364})
+    # Pixtral and Qwen2-VL
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    merge_size: int = 2
 
 
 # Keys that every kind has.
@@ -91,6 +105,8 @@ def read_settings(
         UserInputError: a key is not supported, or its value is invalid; the message names it.
     """
     found: dict[str, Any] = {}
+    if "max_pixels" in keys:
+        raw = _with_pixels(raw, defaults)
     for key, value in raw.items():
         step = _OF_STEPS.get(key)
         is_off = step is not None and not raw.get(step, getattr(defaults, step))
@@ -112,6 +128,15 @@ def read_settings(
                 f"preprocessor_config.json: {key!r} must be {error}, got {printable(repr(value))[:80]}"
             ) from None
     return dataclasses.replace(defaults, **found)
+
+
+def _with_pixels(raw: Mapping[str, Any], defaults: ImageSettings) -> Mapping[str, Any]:
+    """The settings with ``min_pixels`` and ``max_pixels`` as the edges of ``size``, where transformers has them."""
+    pixels = {new: raw[key] for key, new in _PIXELS.items() if raw.get(key) is not None}
+    size = raw.get("size") or defaults.size
+    if pixels and isinstance(size, Mapping):
+        raw = {**raw, "size": {_PIXELS.get(key, key): one for key, one in size.items()} | pixels}
+    return {key: value for key, value in raw.items() if key not in _PIXELS}
 
 
 class _Invalid(Exception):
@@ -175,8 +200,33 @@ def _both(value: Any, _: bool) -> Size:
     return _size(value, True)
 
 
+def _edge(value: Any, _: bool) -> Size:
+    """The size of a square tile."""
+    found = _size(value, False)
+    if set(found) != {"longest_edge"}:
+        raise _Invalid("an object with the key 'longest_edge'")
+    return found
+
+
+def _patch(value: Any, _: bool) -> int:
+    found = _size(value, True)
+    if found.get("height") is None or found["height"] != found["width"]:
+        raise _Invalid("an integer, or have equal 'height' and 'width'")
+    return found["height"]
+
+
+def _pinpoints(value: Any, _: bool) -> tuple[tuple[int, int], ...]:
+    is_list = isinstance(value, list) and 0 < len(value) <= _MOST_PINPOINTS
+    if not is_list or any(not isinstance(one, list) or len(one) != 2 for one in value):
+        raise _Invalid(f"a list of 1 to {_MOST_PINPOINTS} pairs [height, width]")
+    return tuple((_integer(height), _integer(width)) for height, width in value)
+
+
 _READERS: dict[str, Callable[[Any, bool], Any]] = {
     "do_resize": _flag, "size": _size, "resample": _resample, "do_center_crop": _flag, "crop_size": _both,
     "do_rescale": _flag, "rescale_factor": _number, "do_normalize": _flag, "image_mean": _colour,
-    "image_std": _deviation, "do_pad": _flag, "pad_size": _both,
+    "image_std": _deviation, "do_pad": _flag, "pad_size": _both, "do_pan_and_scan": _flag,
+    "pan_and_scan_min_crop_size": _integer, "pan_and_scan_max_num_crops": _integer,
+    "pan_and_scan_min_ratio_to_activate": _number, "image_grid_pinpoints": _pinpoints, "do_image_splitting": _flag,
+    "max_image_size": _edge, "patch_size": _patch, "temporal_patch_size": _integer, "merge_size": _integer,
 }  # fmt: skip

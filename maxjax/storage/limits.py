@@ -77,7 +77,7 @@ class Limits:
     """Bytes of one storage of a PyTorch file."""
     expansion: int = 16
     """Total bytes of tensors as a multiple of a PyTorch file's storages; 1 GiB is always allowed."""
-    image_pixels: int = 1 << 26
+    image_pixels: int = 1 << 27
     """Pixels of a picture, width × height, also after it was resized; in memory a pixel takes four bytes."""
     shared_bytes: int = 0
     """Bytes of a file that tensors may share, summed over all tensors after the first."""

@@ -1,7 +1,5 @@
 """Image processors against transformers' processors on Pillow, whose results they equal."""
 
-import hashlib
-import importlib
 import json
 import os
 import subprocess
@@ -10,34 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from maxjax.errors import CheckpointFormatError, UserInputError
 from maxjax.images import ImageProcessor, decode
+from tests.images.oracle import digest, transformers_inputs
 from tests.images.pictures import PICTURES, encoded, hopper, photograph
 from tests.oracles.recorded import recorded
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# Of the classes whose files have other names than the class.
-MODULES = {"LlavaNext": "llava_next", "LlavaOnevision": "llava_onevision", "Qwen2VL": "qwen2_vl"}
-
-
-def digest(array):
-    """The dtype, shape and bits of an array, which are small to keep."""
-    found = np.ascontiguousarray(array)
-    return f"{found.dtype}{list(found.shape)} {hashlib.sha256(found.tobytes()).hexdigest()}"
-
-
-def transformers_inputs(name, settings, images, **options):
-    """What transformers' processor on Pillow gives for pictures: a dict of arrays."""
-    stem = name.removesuffix("ImageProcessor")
-    module = MODULES.get(stem, stem.lower())
-    path = f"transformers.models.{module}.image_processing_pil_{module}"
-    processor = getattr(importlib.import_module(path), f"{name}Pil")(**settings)
-    found = processor([Image.fromarray(image) for image in images], return_tensors="np", **options)
-    return {key: np.asarray(value) for key, value in found.items()}
 
 
 def assert_equal_pixels(name, settings, images):
