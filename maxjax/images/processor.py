@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,8 @@ class ImageProcessor:
     settings: ImageSettings
     tokens: PictureTokens | None
     _kind: Kind
-    _raw: Mapping[str, Any]
+    _settings: Mapping[str, Any]
+    _files: Mapping[str, Any]
 
     @classmethod
     def of(
@@ -79,11 +81,13 @@ class ImageProcessor:
         found = read_settings(
             settings, kind.defaults, kind.keys, is_square=kind.is_square, kind=kind.name
         )
+        settings = copy.deepcopy(dict(settings))
+        files = {FILE: settings} | ({OUTER: copy.deepcopy(dict(outer))} if outer else {})
         if named := settings.get("processor_class"):
             outer = {"processor_class": named, **outer}
         found = with_outer(found, kind.name, outer)
         tokens = picture_tokens(kind.name, found, outer, named_tokens(tokenizer_config))
-        return cls(kind.name, found, tokens, kind, copy.deepcopy(dict(settings)))
+        return cls(kind.name, found, tokens, kind, settings, files)
 
     @classmethod
     def in_folder(cls, folder: Path | Files) -> ImageProcessor | None:
@@ -95,18 +99,23 @@ class ImageProcessor:
             UserInputError: as for :meth:`of`.
             CheckpointError: a file is corrupt or cannot be read.
         """
-        outer = _optional(folder / OUTER)
-        settings = outer.get("image_processor") or _optional(folder / FILE)
+        files = {name: _optional(folder / name) for name in (FILE, OUTER)}
+        settings = files[OUTER].get("image_processor") or files[FILE]
         if not isinstance(settings, Mapping) or not settings:
             return None
-        return cls.of(
-            settings, outer, tokenizer_config=_optional(folder / "tokenizer_config.json"),
+        found = cls.of(
+            settings, files[OUTER], tokenizer_config=_optional(folder / "tokenizer_config.json"),
             model_type=_optional(folder / "config.json").get("model_type"),
         )  # fmt: skip
+        return dataclasses.replace(found, _files={name: one for name, one in files.items() if one})
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of ``preprocessor_config.json``: what the processor was read from."""
-        return copy.deepcopy(dict(self._raw))
+        """The settings that the processor was read from, with the keys of ``preprocessor_config.json``."""
+        return copy.deepcopy(dict(self._settings))
+
+    def files(self) -> dict[str, str]:
+        """The files, by name, from which :meth:`in_folder` and transformers make this processor."""
+        return {name: json.dumps(one, indent=2) + "\n" for name, one in self._files.items()}
 
     def __call__(self, images: Any, *, of: int | None = None) -> ImageInputs:
         """Return the inputs of a vision model for one picture, or a list of them.
@@ -161,7 +170,7 @@ class ImageProcessor:
                 for this processor.
         """
         if self.tokens is None:
-            named = self._raw.get("processor_class")
+            named = self._settings.get("processor_class")
             raise UserInputError(
                 f"texts with pictures are not supported for an image processor of kind {self.kind!r}"
                 + (f" and 'processor_class' {named!r}" if named else "")

@@ -150,6 +150,29 @@ def test_a_file_without_a_class_has_that_of_the_model(tmp_path):
     assert found is not None and found.kind == "vit" and found.to_dict() == settings
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_its_files_make_the_same_processor(is_nested, tmp_path):
+    settings = {"image_processor_type": "Gemma3ImageProcessor", "size": 28, "do_pan_and_scan": None}
+    outer = {"processor_class": "Gemma3Processor", "image_seq_length": 3}
+    files: dict = {"processor_config.json": outer}
+    if is_nested:
+        outer["image_processor"] = settings
+    else:
+        files["preprocessor_config.json"] = settings
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    first = ImageProcessor.in_folder(tmp_path)
+    assert first is not None
+    assert {name: json.loads(text) for name, text in first.files().items()} == files
+    again = tmp_path / "again"
+    again.mkdir()
+    for name, text in first.files().items():
+        (again / name).write_text(text)
+    second = ImageProcessor.in_folder(again)
+    assert second is not None and second.settings == first.settings
+    assert second(IMAGES[0]).counts.tolist() == first(IMAGES[0]).counts.tolist() == [3]
+
+
 def test_a_folder_without_settings_has_no_processor(tmp_path):
     assert ImageProcessor.in_folder(tmp_path) is None
     write(
