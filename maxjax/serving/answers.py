@@ -105,8 +105,10 @@ async def answers(
             if is_over:
                 break
             key = first if i == 0 else jax.random.fold_in(first, i)
+            # Further answers to a prompt take it as the first one has read it.
+            prompt = pending[-1].prompt if i % body.n else prompts[i // body.n]
             with checking():
-                one = asked.engine.submit(prompts[i // body.n], key=key, **settings)
+                one = asked.engine.submit(prompt, key=key, **settings)
             pending.append(one)
 
     leave = await asked.server.admission.enter(asked.client, count, body.priority)
@@ -190,9 +192,23 @@ async def completions_of(asked: Asked, pending: Sequence[PendingAnswer]) -> list
     return found
 
 
-def usage_of(asked: Asked, completions: Sequence[Any], n: int) -> dict[str, int]:
-    """The numbers of tokens, in the form of OpenAI's API; a prompt with several answers counts once."""
-    prompt = sum(len(one.prompt_tokens) for one in completions[::n])
+def usage_of(
+    asked: Asked, completions: Sequence[Any], n: int, reasoning: int = 0
+) -> dict[str, Any]:
+    """The numbers of tokens, in the form of OpenAI's API; a prompt with several answers counts once.
+
+    Args:
+        asked: the request.
+        completions: the answers, ``n`` to each prompt.
+        n: their number.
+        reasoning: number of tokens of reasoning in all of them.
+    """
+    first = completions[::n]
+    prompt = sum(len(one.prompt_tokens) for one in first)
     written = sum(len(one.tokens) for one in completions)
     asked.usage = {"prompt_tokens": prompt, "completion_tokens": written}
-    return {**asked.usage, "total_tokens": prompt + written}
+    return {
+        **asked.usage, "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in first)},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }  # fmt: skip

@@ -12,7 +12,7 @@ import msgspec
 
 from ..engine.batching.answer import PendingAnswer
 from ..text.calls import json_of
-from ..text.reasoning import AnswerParser
+from ..text.reasoning import AnswerParser, reasoning_tokens
 from .answers import (
     answers,
     check_ends,
@@ -97,12 +97,24 @@ class Chat:
     def _parts(self, completion: Any) -> WrittenParts:
         if self._forced is not None:
             return WrittenParts(self._forced, None)
+        most = None if self._body.parallel_tool_calls else 1
+        return WrittenParts(None, self._parser(completion), most)
+
+    def _parser(self, completion: Any) -> AnswerParser:
         # Without tools an answer that looks like a call is a text.
         tools = self._settings["template_kwargs"].get("tools", ())
         # An answer that must match something has no reasoning, also where the prompt has opened one.
         prompt = "" if must_match(self._settings) else completion.prompt or ""
-        most = None if self._body.parallel_tool_calls else 1
-        return WrittenParts(None, AnswerParser(self._asked.server.format, prompt, tools), most)
+        return AnswerParser(self._asked.server.format, prompt, tools)
+
+    def usage(self, written: Sequence[tuple[Any, WrittenParts]]) -> dict[str, Any]:
+        """The numbers of tokens of the completions that have ended."""
+        reasoning = sum(
+            reasoning_tokens(one.token_texts, self._parser(one))
+            for one, parts in written
+            if parts.reasoning
+        )
+        return usage_of(self._asked, [one for one, _ in written], self._body.n, reasoning)
 
     async def whole(self) -> list[tuple[Any, WrittenParts]]:
         """The completions when all have ended, and their parts."""
@@ -145,7 +157,7 @@ class _ChatForm:
         """The answers when all have ended."""
         found = await chat.whole()
         choices = [self._choice(i, *one) for i, one in enumerate(found)]
-        usage = usage_of(self._asked, [one for one, _ in found], self._body.n)
+        usage = chat.usage(found)
         return {"object": "chat.completion", **self._head, "choices": choices, "usage": usage}
 
     def _choice(self, index: int, completion: Any, parts: WrittenParts) -> dict[str, Any]:
@@ -162,7 +174,7 @@ class _ChatForm:
 
     async def events(self, chat: Chat) -> AsyncGenerator[bytes]:
         """The answers as they are written."""
-        ended: dict[int, Any] = {}
+        ended: dict[int, tuple[Any, WrittenParts]] = {}
         shown: dict[int, int] = {}
         async with aclosing(chat.deltas()) as deltas:
             async for i, found, answer, parts in deltas:
@@ -176,9 +188,9 @@ class _ChatForm:
                     yield self._event(i, delta, logprobs=logprobs)
                     logprobs = None
                 if parts.has_ended:
-                    ended[i] = answer.completion
-                    yield self._event(i, {}, parts.finish_reason(ended[i]))
-        usage = usage_of(self._asked, [*ended.values()], self._body.n)
+                    ended[i] = answer.completion, parts
+                    yield self._event(i, {}, parts.finish_reason(ended[i][0]))
+        usage = chat.usage([ended[i] for i in sorted(ended)])
         if self._body.shows_usage:
             chunk = {"object": "chat.completion.chunk", **self._head, "choices": [], "usage": usage}
             yield event(chunk)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
 import msgspec
 
-from .answers import usage_of
 from .asked import Asked
 from .chat import CallDelta, Chat, TextDelta
 from .errors import RequestError, unsupported
@@ -94,7 +93,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 async def respond(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
     """Answers a list of items, whole or as events."""
     body = decoded(asked.body, ResponsesRequest)
-    form = _ResponseForm(asked, body)
+    form = _ResponseForm(body)
     chat = Chat(asked, _chat_request(body))
     return form.events(chat) if body.stream else await form.whole(chat)
 
@@ -185,8 +184,8 @@ def _converted(given: Any, kind: type[Any], place: str) -> Any:
 class _ResponseForm:
     """The form of ``/v1/responses``."""
 
-    def __init__(self, asked: Asked, body: ResponsesRequest):
-        self._asked, self._body = asked, body
+    def __init__(self, body: ResponsesRequest):
+        self._body = body
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._number = 0
 
@@ -199,17 +198,20 @@ class _ResponseForm:
         if parts.content or not (items or parts.calls):
             items.append(_message(_name("msg"), parts.content))
         items += [_call(_name("fc"), call) for call in parts.calls]
-        return self._response(items, completion)
+        return self._response(items, completion, chat.usage([(completion, parts)]))
 
-    def _response(self, items: Sequence[Any], completion: Any = None) -> dict[str, Any]:
+    def _response(
+        self, items: Sequence[Any], completion: Any = None, counts: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         body, usage, status = self._body, None, "in_progress"
-        if completion is not None:
-            counts = usage_of(self._asked, [completion], 1)
+        if completion is not None and counts is not None:
             usage = {
-                "input_tokens": counts["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
                 "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": counts["total_tokens"],
-            }  # fmt: skip
+                "output_tokens_details": counts["completion_tokens_details"],
+                "total_tokens": counts["total_tokens"],
+            }
             status = "incomplete" if completion.finish_reason == "length" else "completed"
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -253,7 +255,8 @@ class _ResponseForm:
                     if writing is not None:
                         for one in self._ended(writing, items):
                             yield one
-                    whole = self._response(items, answer.completion)
+                    ended = answer.completion
+                    whole = self._response(items, ended, chat.usage([(ended, parts)]))
                     yield self._event(f"response.{whole['status']}", response=whole)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:

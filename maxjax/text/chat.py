@@ -340,8 +340,7 @@ def answer_message(answer: Any, tokenizer: Any, **options: Any) -> dict[str, Any
         answer: the :class:`~maxjax.engine.generate.completion.Completion`.
         tokenizer, options: arguments of :func:`apply_chat_template`.
     """
-    name = answer_format(tokenizer, **options)
-    deltas = deltas_of(answer.marked, answer.prompt or "", name, options.get("tools"))
+    deltas = deltas_of(answer.marked, answer.prompt or "", answer.format, answer.tools)
     parts = parts_in(deltas)
     ids = [one.id for one in deltas if one.kind == "call"]
     apart: dict[str, Any] = {}
@@ -376,7 +375,7 @@ def _shows(name: str, tokenizer: Any, options: Mapping[str, Any]) -> bool:
 
 def _template_source(tokenizer: Any, given: str | None, tools: Any) -> str:
     """Return the source of the template: by name, as given, or the tokenizer's default."""
-    templates = tokenizer.chat_templates
+    templates = getattr(tokenizer, "chat_templates", None) or {}
     if given is not None and not isinstance(given, str):
         raise TypeError(f"chat_template must be a str, not {type(given).__name__}")
     if given is not None:

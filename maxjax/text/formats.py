@@ -5,6 +5,7 @@ They are those of the models' chat templates. The names are those of vLLM's ``--
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import UserInputError
@@ -270,6 +271,7 @@ def format_named(name: str | None) -> CallFormat:
     return _BY_NAME[name]
 
 
+@lru_cache(maxsize=64)
 def format_in(template: str) -> str | None:
     """Return the name of the format that a chat template writes; None if it writes no calls that are known.
 

@@ -94,6 +94,25 @@ def parts_in(deltas: Sequence[AnswerDelta]) -> Parts:
     )
 
 
+def reasoning_tokens(token_texts: Iterable[str], parser: AnswerParser) -> int:
+    """Return how many tokens of an answer are of its reasoning; a mark that begins or ends it is one of them.
+
+    Args:
+        token_texts: what each token has added to the answer with its marks.
+        parser: a parser that has read nothing.
+
+    Example:
+        >>> reasoning_tokens(["<think>", "3 + 4", " is 7", "</think>", "7"], AnswerParser(None))
+        4
+    """
+    count = 0
+    for text in token_texts:
+        was_reasoning = parser.is_reasoning
+        is_whole = any(one.kind == "reasoning" for one in parser.push(text))
+        count += was_reasoning or parser.is_reasoning or is_whole
+    return count
+
+
 class AnswerParser:
     """Splits an answer into reasoning, content and calls of functions while it is written.
 
@@ -171,6 +190,12 @@ class AnswerParser:
                 self._message(begun.partition(MESSAGE)[0])
             elif CHANNEL in begun:
                 self._buffer, self._step = begun, self._in_head
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning, unless it begins with a mark."""
+        is_thought = self._step == self._in_body and self._is_thought and self._name is None
+        return is_thought or self._step == self._in_reasoning
 
     def push(self, piece: str) -> list[AnswerDelta]:
         """Take the next piece of the answer, and return what is now certain."""

@@ -61,11 +61,19 @@ class GivenAnswer:
         self._pieces = [text[i : i + size] for i in range(0, len(text), size)]
         self._text, self._waits, self.is_done, self.is_cancelled = text, waits, False, False
         self._prompt, self._callbacks = prompt, []
+        self.prompt = f"{prompt} as it was read"
 
     @property
     def completion(self):
+        i = len(self._text) // 2
         return Completion(
-            self._text, tokens=[1, 2], finish_reason="stop", prompt_tokens=[3], prompt=self._prompt
+            self._text,
+            tokens=[1, 2],
+            finish_reason="stop",
+            prompt_tokens=[3],
+            prompt=self._prompt,
+            cached_tokens=1,
+            token_texts=[self._text[:i], self._text[i:]],
         )
 
     def cancel(self):

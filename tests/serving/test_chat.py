@@ -4,7 +4,10 @@ import json
 
 import msgspec
 import pytest
+from starlette.testclient import TestClient
 
+import maxjax
+from maxjax.serving.app import app
 from maxjax.serving.fields import REFUSED, WITHOUT_EFFECT, ChatRequest
 from tests.serving.conftest import QUESTION, ask, events, server_of
 
@@ -32,6 +35,7 @@ def test_an_answer_is_that_of_the_engine(client, engine):
     count = len(expected.prompt_tokens)
     assert found["usage"] == {
         "prompt_tokens": count, "completion_tokens": 5, "total_tokens": count + 5,
+        "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
 
 
@@ -50,6 +54,51 @@ def test_pieces_of_a_stream_are_the_answer(client):
         assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
         assert [c["finish_reason"] for c in own if c["finish_reason"]] == [choice["finish_reason"]]
     assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_usage_has_the_tokens_that_were_cached_and_those_of_the_reasoning(tiny):
+    """A prompt counts once: what the second answer finds is what the first one has read."""
+    text = [{"role": "user", "content": " ".join(f"What is {i} + 3?" for i in range(8))}]
+    with maxjax.Engine(*tiny, slots=2) as engine:
+        client = TestClient(app(engine, name="tiny"))
+        fields = {"messages": text, "n": 2, "max_tokens": 4}
+        first, again = (ask(client, **fields).json()["usage"] for _ in range(2))
+        stats = engine.stats()
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    cached = again["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached < again["prompt_tokens"] and stats.found_tokens == 3 * cached
+    assert again["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "prompt", "count"),
+    [("<think>Hm.</think>The sum of both is five.", "", 1), ("2 + 3 is 5.</think>5", "<think>", 2),
+     ("<think>2 + 3 is 5. That is all.</think>5", "", 2), ("5", "", 0), ("<think></think>5", "", 0)],
+)  # fmt: skip
+def test_tokens_of_reasoning(given, text, prompt, count, stream):
+    """The answer has two tokens, each half of it."""
+    client, _ = given(text, prompt=prompt)
+    found = ask(
+        client, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {})
+    )
+    usage = json.loads(events(found)[-2])["usage"] if stream else found.json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+    body = {"model": "tiny", "input": "What is 2 + 3?", "stream": stream}
+    found = client.post("/v1/responses", json=body)
+    whole = json.loads(events(found)[-1])["response"] if stream else found.json()
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+    assert whole["usage"]["input_tokens_details"] == {"cached_tokens": 1}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_prompt_with_several_answers_is_read_once(given, path):
+    client, engine = given()
+    fields = {} if path.endswith("chat/completions") else {"prompt": ["a", "b"]}
+    assert ask(client, path, n=3, **fields).status_code == 200
+    prompts = [prompt for prompt, _ in engine.asked]
+    given_as = [QUESTION] if not fields else ["a", "b"]
+    assert prompts == [one for first in given_as for one in (first, *[" as it was read"] * 2)]
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_one_another(client):

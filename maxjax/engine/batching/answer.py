@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from ..generate.completion import Completion, TokenLogprob
+from ..generate.request import Prompt
 from ..sampling.settings import Sampling
 from .grammar import FORMS
 from .running import RunningText
@@ -50,13 +51,16 @@ class PendingAnswer:
         self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
         self._callbacks: list[Callable[[PendingAnswer], None]] = []
         self._text: RunningText | None = None
+        self._prompt: Prompt | None = None
         self._engine: Any = None
         self._engine_of_forks: Any = lambda: None
         self._options: dict[str, Any] = {}
 
-    def begin(self, text: RunningText, engine: Any, options: dict[str, Any]) -> None:
+    def begin(
+        self, text: RunningText, prompt: Prompt, engine: Any, options: dict[str, Any]
+    ) -> None:
         """Learns what it is the answer to, and the options of ``submit``; keeps the engine until it has ended."""
-        self._text, self._engine, self._options = text, engine, options
+        self._text, self._prompt, self._engine, self._options = text, prompt, engine, options
         self._engine_of_forks = weakref.ref(engine)
 
     def take(self, piece: str) -> None:
@@ -97,6 +101,12 @@ class PendingAnswer:
     def is_done(self) -> bool:
         """Whether the answer has ended."""
         return self._is_done
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt, formatted and tokenized: :meth:`Engine.submit` takes it, for another answer to it."""
+        assert self._prompt is not None
+        return self._prompt
 
     @property
     def completion(self) -> Completion:

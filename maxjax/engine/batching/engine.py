@@ -194,7 +194,7 @@ class Engine:
         """Puts a prompt into the queue.
 
         Args:
-            prompt: text, the messages of a chat, or token ids.
+            prompt: text, the messages of a chat, token ids, or the ``prompt`` of another answer.
             max_new_tokens, stop, eos_ids, sampling, chat, template_kwargs, skip_special_tokens, values: as for
                 :func:`maxjax.generate`. ``logprobs`` is at most 20. With ``max_new_tokens=math.inf`` an answer may be
                 as long as the context and the cache have room.
@@ -261,7 +261,7 @@ class Engine:
             "priority": priority, "salt": salt, "adapter": adapter, "schema": schema, "regex": regex,
             "grammar": grammar,
         }  # fmt: skip
-        answer.begin(text, self, options)
+        answer.begin(text, read, self, options)
         self._worker.add(text)
         return answer
 

@@ -266,7 +266,7 @@ class TextMemory:
             text.stored = (len(text.pages) if row is None else len(shared)) * self.page_size
             text.found = text.stored
             if self.add_pages(text, size):
-                self.hits += text.stored
+                self._count_found(text)
                 if row is not None:
                     self._copy_to_slots(text.slot, row)
                 return True
@@ -320,7 +320,13 @@ class TextMemory:
         text.slot, text.pages, text.stored = before.slot, before.pages[:kept], count
         text.found = 0 if count == len(read) else count
         before.slot, before.pages = None, []
-        self.hits += count
+        self._count_found(text)
+
+    def _count_found(self, text: RunningText) -> None:
+        """Counts the tokens that a text has found in the cache."""
+        self.hits += text.stored
+        if not text.recorded:  # a text that starts again finds what it has written itself
+            text.partial.cached_tokens = text.stored
 
     # --- words
 

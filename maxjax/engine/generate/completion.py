@@ -12,7 +12,7 @@ from ...rendering.rendered import boxed
 from ...rendering.row import counted
 from ...rendering.transcript import paragraph
 from ...text.formats import MARKS
-from ...text.reasoning import Parts, parts_of
+from ...text.reasoning import AnswerParser, Parts, parts_of, reasoning_tokens
 from ...text.stream import StopStrings, TextStream
 from ..batching.dispatch import DispatchTokens
 
@@ -63,6 +63,10 @@ class Completion(str):
             noise of drawing where tokens are drawn, differ by less than 1e-4 of the standard deviation of all, or by
             a step of the model's dtype. From the first of them on, the same prompt may get another text on another
             mesh or beside other prompts.
+        cached_tokens: number of tokens of the prompt that were not read, because the cache had them.
+        format: the name of the format in which the model writes calls of functions; None if it is not known.
+        tools: the functions that the prompt offers, as they were given; None if it is not known which there are.
+        token_texts: what each token has added to ``marked``; a part of a character comes with the token that ends it.
 
     Example:
         >>> text = Completion("four", tokens=(7, 2), finish_reason="stop", stop=2)
@@ -79,6 +83,10 @@ class Completion(str):
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None
     marked: str
     near_ties: tuple[int, ...]
+    cached_tokens: int
+    format: str | None
+    tools: Any
+    token_texts: tuple[str, ...]
 
     def __new__(
         cls,
@@ -93,6 +101,10 @@ class Completion(str):
         prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
         marked: str | None = None,
         near_ties: Sequence[int] = (),
+        cached_tokens: int = 0,
+        format: str | None = None,
+        tools: Any = None,
+        token_texts: Sequence[str] = (),
     ) -> Completion:
         made = super().__new__(cls, text)
         made.tokens, made.prompt_tokens = tuple(tokens), tuple(prompt_tokens)
@@ -100,13 +112,20 @@ class Completion(str):
         made.logprobs = None if logprobs is None else tuple(logprobs)
         made.prompt_logprobs = None if prompt_logprobs is None else tuple(prompt_logprobs)
         made.marked = text if marked is None else marked
-        made.near_ties = tuple(near_ties)
+        made.near_ties, made.cached_tokens = tuple(near_ties), cached_tokens
+        made.format, made.tools, made.token_texts = format, tools, tuple(token_texts)
         return made
 
     @property
     def parts(self) -> Parts:
         """The reasoning, the content and the calls of functions, taken apart."""
-        return parts_of(self.marked, self.prompt or "")
+        return parts_of(self.marked, self.prompt or "", self.format, self.tools)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of the reasoning, with the mark that ends it."""
+        parser = AnswerParser(self.format, self.prompt or "", self.tools)
+        return reasoning_tokens(self.token_texts, parser)
 
     @property
     def reasoning(self) -> str | None:
@@ -150,11 +169,13 @@ class PartialCompletion:
         logprobs: the number of most probable tokens that are reported beside each token; None: no log-probabilities.
         stops: the stop strings. Special tokens in them, which have no text, are found too: one that is
             a special token ends the answer at that token.
+        format, tools: as in :class:`Completion`.
 
     Attributes:
         done: whether an end-of-text token or a stop string has ended the answer.
         flushed: whether :meth:`flush` has ended it.
         prompt_logprobs: those of the prompt, once it has been read; None if they are not reported.
+        cached_tokens: as in :class:`Completion`; 0 before the prompt has a slot.
     """
 
     def __init__(
@@ -169,11 +190,14 @@ class PartialCompletion:
         skip_special: bool = True,
         shows_marks: bool = False,
         logprobs: int | None = None,
+        format: str | None = None,
+        tools: Any = None,
     ):
         self._prompt, self._eos, self._prompt_text = prompt, frozenset(eos_ids), prompt_text
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._before, self._logprobs = prompt if continues else (), logprobs
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.cached_tokens, self._format, self._tools = 0, format, tools
         self._kept = [
             mark for mark in (tokenizer.special_ids if tokenizer else ()) if mark in MARKS
         ]
@@ -300,8 +324,17 @@ class PartialCompletion:
             "".join(self._pieces), tokens=self.tokens, prompt_tokens=self._prompt, stop=self._stop,
             finish_reason="length" if self._stop is None and not self._is_whole else "stop",
             logprobs=self.logprobs or None, prompt_logprobs=self.prompt_logprobs, near_ties=self.near_ties,
-            prompt=self._prompt_text, marked=marked,
+            prompt=self._prompt_text, marked=marked, cached_tokens=self.cached_tokens, format=self._format,
+            tools=self._tools, token_texts=self._token_texts(),
         )  # fmt: skip
+
+    def _token_texts(self) -> list[str]:
+        """What each token has added to the marked text; what was held back to the end is of the last one."""
+        texts = self._pieces if self._marked_stream is None else self._marked
+        found, rest = texts[: len(self.tokens)], "".join(texts[len(self.tokens) :])
+        if rest and found:
+            found[-1] += rest
+        return found
 
 
 def _without_end(text: str, marks: Sequence[str], length: int) -> str:

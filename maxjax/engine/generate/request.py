@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import UserInputError, checked_integer
 from ...lockstep import Lockstep
 from ...models.weights import model_facts
-from ...text.chat import chat_prompt, is_message
+from ...text.chat import answer_format, chat_prompt, is_message
 from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
 from ..sampling.penalties import check_tokens
 from ..sampling.sequences import check_sequences
@@ -113,10 +113,12 @@ class Request:
         """Return a prompt's token ids, checked against the vocabulary and the context length.
 
         Args:
-            given: text, the messages of a chat, or token ids.
+            given: text, the messages of a chat, token ids, or what an earlier call has returned.
             which: name of the prompt for error messages.
         """
-        if isinstance(given, str):
+        if isinstance(given, Prompt):
+            found = given
+        elif isinstance(given, str):
             found = self._of_text(given, which)
         elif _is_messages(given):
             if self._chat is False:
@@ -176,10 +178,12 @@ class Request:
     def partial_completion(self, prompt: Prompt) -> PartialCompletion:
         # An answer is a message of its own; without a chat, or if a message is continued, it is the rest of a text.
         continues = not prompt.is_chat or bool(self.template_kwargs.get("continue_final_message"))
+        options = self.template_kwargs if prompt.is_chat else {}
         return PartialCompletion(
             self.tokenizer, prompt.ids, self.eos_ids, self.stops, prompt_text=prompt.text,
             continues=continues, skip_special=self._skip_special, shows_marks=self._shows_marks,
-            logprobs=self.sampling.logprobs,
+            logprobs=self.sampling.logprobs, format=answer_format(self.tokenizer, **options),
+            tools=options.get("tools"),
         )  # fmt: skip
 
     def agree(

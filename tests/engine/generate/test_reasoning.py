@@ -15,6 +15,7 @@ APART = PLAIN.replace("{{ m.content }}</s>", "{{ m.reasoning_content }}|{{ m.con
 CALLS = APART.replace("{{ m.content }}</s>", "{{ m.content }}{{ m.tool_calls|tojson }}</s>")
 SPECIAL = ["</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "<|x|>"]
 WORDS = ["▁the", "▁quick", "▁brown", "▁fox", "▁seven", "▁so", "|", '▁{"a":', "▁1}", "▁add"]
+WORDS += ['▁{"name":', '▁"add",', '▁"parameters":', "▁{}}"]
 
 
 def pair(answer, template=None, *, after="[/INST]"):
@@ -89,6 +90,45 @@ def test_calls_of_functions(template):
     assert chat.messages[-1] == answer
     list(chat.say({"role": "tool", "content": "seven"}))
     assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+# Its signs are those of Llama 3, whose calls have no marks around them.
+BARE = PLAIN + """{% if tools %}"parameters": <|start_header_id|>{% endif %}"""
+
+
+def test_calls_without_marks_are_found_by_the_format_of_the_template():
+    words = ['▁{"name":', '▁"add",', '▁"parameters":', "▁{}}"]
+    model, tokenizer = pair(words, BARE, after="|")  # the unknown token, which ends the template
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    options = {"template_kwargs": {"tools": tools}}
+    found = maxjax.generate(model, tokenizer, "the", **options)
+    assert found == '{"name": "add", "parameters": {}}' and found.format == "llama3_json"
+    assert found.tool_calls == ({"name": "add", "arguments": {}},) and found.content == ""
+    chat = maxjax.Conversation(model, tokenizer, **options)
+    list(chat.say("the"))
+    assert chat.completion.tool_calls == found.tool_calls
+    with maxjax.Engine(model, tokenizer, slots=1) as engine:
+        first = engine.submit("the", **options)
+        again = engine.submit(first.prompt, **options)
+        assert first.prompt.text == found.prompt and first.prompt.ids == [*found.prompt_tokens]
+        assert [one.result().tool_calls for one in (first, again)] == [found.tool_calls] * 2
+    plain = maxjax.generate(model, tokenizer, found.prompt_tokens)
+    assert (
+        plain.strip() == found and plain.tool_calls == ()
+    )  # nobody has said that there are functions
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_tokens_of_reasoning_are_counted_with_its_marks(skip):
+    model, tokenizer = pair(THOUGHT, APART)
+    options = {"skip_special_tokens": skip}
+    found = maxjax.generate(model, tokenizer, "the", **options)
+    assert "".join(found.token_texts) == found.marked and len(found.token_texts) == 7
+    assert found.reasoning_tokens == 4
+    cut = maxjax.generate(model, tokenizer, "the", max_new_tokens=2, **options)
+    assert (cut.reasoning, cut.reasoning_tokens) == ("so", 2)
+    without = maxjax.generate(*pair(["▁the", "▁fox"], APART), "the", **options)
+    assert without.reasoning_tokens == 0
 
 
 @pytest.mark.parametrize("skip", [True, False])
