@@ -41,6 +41,12 @@ _FORMATS = (
 _NAMES = "PNG, JPEG, WebP, GIF, BMP"
 _SIGNATURE_BYTES = 16
 
+# A decoder goes through all pixels of a progressive JPEG for each scan, of which an encoder makes about ten; a scan of
+# a hostile file has 40 bytes.
+_MOST_SCANS = 100
+_SCAN = b"\xff\xda"  # the marker that begins a scan; other data never hold it
+_PIECE = 1 << 20
+
 _NETWORK = re.compile(r"(https?|ftp)://", re.IGNORECASE)
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 # The keys of a part of a message that hold its picture.
@@ -267,8 +273,23 @@ def _decoded(stream: IO[bytes], what: str, limits: Limits) -> Image:
         )
     _, module, name = found
     plugin = getattr(pillow(f"PIL.{module}"), name)
+    if name == "JpegImageFile":
+        _check_scans(stream, what)
     with _as_input_error(what):
         return _upright_rgb(plugin(stream), what, limits)
+
+
+def _check_scans(stream: IO[bytes], what: str) -> None:
+    """Refuse a JPEG of so many scans that decoding it takes minutes."""
+    count, last = 0, b""
+    while piece := stream.read(_PIECE):
+        count += (last + piece).count(_SCAN)
+        last = piece[-1:]
+    stream.seek(0)
+    if count > _MOST_SCANS:
+        raise UserInputError(
+            f"{what} has too many scans (expected at most {_MOST_SCANS}, found {count})"
+        )
 
 
 def _upright_rgb(image: Image, what: str, limits: Limits) -> Image:

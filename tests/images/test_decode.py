@@ -249,6 +249,18 @@ def test_a_billion_declared_pixels_are_refused(kind):
         decode(BOMBS[kind])
 
 
+def test_a_jpeg_of_many_scans_is_refused():
+    """Each of its scans, of a few bytes, would be decoded over all pixels."""
+    data = encoded(PICTURE, "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    np.testing.assert_array_equal(decode(data[:-2] + last * 20 + data[-2:]).shape, PICTURE.shape)
+    with pytest.raises(UserInputError, match="at most 100, found 1010"):
+        decode(data[:-2] + last * 1000 + data[-2:])
+    spread = data[:-2] + (last + bytes(90_001)) * 101 + data[-2:]  # in several pieces
+    with pytest.raises(UserInputError, match="too many scans"):
+        decode(spread)
+
+
 def test_the_limit_on_pixels_can_be_lowered_and_raised():
     with pytest.raises(UserInputError, match="at most 203 pixels, found 17 × 12 = 204"):
         decode(PICTURE, Limits(image_pixels=203))
