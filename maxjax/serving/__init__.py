@@ -2,8 +2,8 @@
 
 ``app.py`` is read first: it has the routes, and what happens to every request. ``fields.py`` says which fields a
 request may have, and ``chat.py``, ``text.py``, ``responses.py``, ``vectors.py`` and ``about.py`` answer it.
-``admission.py`` is the queue in front of the engine, ``http.py`` reads bodies and sends answers, and ``run.py`` listens
-on a port.
+``generation.py`` gives prompts to the engine, ``admission.py`` is the queue in front of it, ``http.py`` reads bodies
+and sends answers, and ``run.py`` listens on a port.
 """
 
 from .app import app as app

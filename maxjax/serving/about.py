@@ -6,15 +6,15 @@ import asyncio
 from typing import Any
 
 from ..text.chat import chat_prompt
-from .asked import Asked
+from .context import RequestContext
 from .errors import RequestError, checking
 from .fields import DetokenizeRequest, TokenizeRequest, decoded
 from .messages import chat_of, template_variables, tools_of
 
 
-def models(asked: Asked) -> dict[str, Any]:
+def models(context: RequestContext) -> dict[str, Any]:
     """The model, and its adapters."""
-    server = asked.server
+    server = context.server
     length = getattr(server.model, "max_length", None)
     of = lambda name, root: {
         "id": name, "object": "model", "created": 0, "owned_by": "maxjax", "root": root,
@@ -24,18 +24,18 @@ def models(asked: Asked) -> dict[str, Any]:
     return {"object": "list", "data": [of(name, server.name) for name in (server.name, *names)]}
 
 
-def model(asked: Asked) -> dict[str, Any]:
+def model(context: RequestContext) -> dict[str, Any]:
     """The model or the adapter of a name."""
-    asked.server.adapter(asked.name)
-    (found,) = [one for one in models(asked)["data"] if one["id"] == asked.name]
+    context.server.adapter(context.name)
+    (found,) = [one for one in models(context)["data"] if one["id"] == context.name]
     return found
 
 
-async def tokenize(asked: Asked) -> dict[str, Any]:
+async def tokenize(context: RequestContext) -> dict[str, Any]:
     """The token ids of a text, or of a chat as the template formats it."""
-    body, tokenizer = decoded(asked.body, TokenizeRequest), asked.server.tokenizer
+    body, tokenizer = decoded(context.body, TokenizeRequest), context.server.tokenizer
     if body.model is not None:
-        asked.server.adapter(body.model)
+        context.server.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError(400, "the body must have either prompt or messages")
     if body.messages is None:
@@ -51,15 +51,15 @@ async def tokenize(asked: Asked) -> dict[str, Any]:
         make = lambda: chat_prompt(tokenizer, chat, add_generation_prompt=add, **options)
         with checking():
             ids = await asyncio.to_thread(lambda: tokenizer.encode(make(), special=False))
-    length = getattr(asked.server.model, "max_length", None)
+    length = getattr(context.server.model, "max_length", None)
     return {"count": len(ids), "max_model_len": length, "tokens": ids}
 
 
-async def detokenize(asked: Asked) -> dict[str, Any]:
+async def detokenize(context: RequestContext) -> dict[str, Any]:
     """The text of token ids."""
-    body = decoded(asked.body, DetokenizeRequest)
+    body = decoded(context.body, DetokenizeRequest)
     if body.model is not None:
-        asked.server.adapter(body.model)
-    tokenizer = asked.server.tokenizer
+        context.server.adapter(body.model)
+    tokenizer = context.server.tokenizer
     text = await asyncio.to_thread(lambda: tokenizer.decode(body.tokens, skip_special=False))
     return {"prompt": text}

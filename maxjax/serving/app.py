@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from . import about, chat, responses, text, vectors
-from .asked import Asked
+from .context import RequestContext
 from .errors import RequestError, error_of
 from .hosts import HostGuard, checked_hosts
 from .http import (
@@ -42,7 +42,7 @@ _LOG = logging.getLogger("maxjax.serving")
 _ACCESS = logging.getLogger("maxjax.access")
 
 Answer = dict[str, Any] | AsyncGenerator[bytes]
-_ROUTES: dict[str, Callable[[Asked], Awaitable[Answer] | Answer]] = {
+_ROUTES: dict[str, Callable[[RequestContext], Awaitable[Answer] | Answer]] = {
     "POST /v1/chat/completions": chat.chat,
     "POST /v1/completions": text.complete,
     "POST /v1/responses": responses.respond,
@@ -125,30 +125,32 @@ def application(
 class _Endpoint:
     """Answers the requests to one path."""
 
-    def __init__(self, server: Server, method: str, path: str, answer: Callable[[Asked], Any]):
+    def __init__(
+        self, server: Server, method: str, path: str, answer: Callable[[RequestContext], Any]
+    ):
         self._server, self._method, self._path, self._answer = server, method, path, answer
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        asked = Asked(self._server, "")
+        context = RequestContext(self._server, "")
         sent = _Sent(send)
         try:
-            await self._serve(asked, scope, receive, sent)
+            await self._serve(context, scope, receive, sent)
         except ClientGoneError:
-            asked.status = 499  # as nginx has it: there is nobody to tell
+            context.status = 499  # as nginx has it: there is nobody to tell
         except asyncio.CancelledError:
             if not self._server.is_ending:
                 raise
-            await self._tell(asked, self._server.unavailable(), sent)
+            await self._tell(context, self._server.unavailable(), sent)
         except Exception as error:
             told = error_of(error)
             if told.status == 500:
                 _LOG.error("a request has failed", exc_info=error)
-            await self._tell(asked, told, sent)
+            await self._tell(context, told, sent)
         finally:
-            self._log(asked, scope)
+            self._log(context, scope)
 
-    async def _tell(self, asked: Asked, error: RequestError, sent: _Sent) -> None:
-        asked.status = error.status
+    async def _tell(self, context: RequestContext, error: RequestError, sent: _Sent) -> None:
+        context.status = error.status
         with suppress(TimeoutError):
             async with asyncio.timeout(self._server.limits.read_seconds):
                 if sent.has_started:  # the status has been sent: the error comes as the last event
@@ -156,17 +158,19 @@ class _Endpoint:
                 else:
                     await send_json(sent, error.body(), error.status, error.headers)
 
-    async def _serve(self, asked: Asked, scope: Any, receive: Receive, send: Send) -> None:
+    async def _serve(
+        self, context: RequestContext, scope: Any, receive: Receive, send: Send
+    ) -> None:
         server, limits, headers = self._server, self._server.limits, headers_of(scope)
-        asked.client = server.client_of(headers, (scope.get("client") or ("",))[0])
-        asked.name = scope.get("path_params", {}).get("name", "")
+        context.client = server.client_of(headers, (scope.get("client") or ("",))[0])
+        context.name = scope.get("path_params", {}).get("name", "")
         if not server.takes_requests:
             raise server.unavailable()
         if self._method == "POST":
-            asked.body = await read_body(headers, receive, limits.body_bytes, limits.body_seconds)
+            context.body = await read_body(headers, receive, limits.body_bytes, limits.body_seconds)
 
         async def work() -> None:
-            found = self._answer(asked)
+            found = self._answer(context)
             found = await found if isinstance(found, Awaitable) else found
             if isinstance(found, dict):
                 await send_json(send, found)
@@ -184,15 +188,15 @@ class _Endpoint:
                 504, f"the answer has not ended within {limits.seconds:g} seconds"
             ) from error
 
-    def _log(self, asked: Asked, scope: Any) -> None:
-        seconds = time.perf_counter() - asked.began
-        self._server.metrics.requests.labels(self._path, str(asked.status)).inc()
+    def _log(self, context: RequestContext, scope: Any) -> None:
+        seconds = time.perf_counter() - context.began
+        self._server.metrics.requests.labels(self._path, str(context.status)).inc()
         self._server.metrics.whole.observe(seconds)
         if _ACCESS.isEnabledFor(logging.INFO):
             line = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "client": self._server.log_name(asked.client), "method": scope["method"],
-                "path": self._path, "status": asked.status, "seconds": round(seconds, 4), **asked.usage,
+                "client": self._server.log_name(context.client), "method": scope["method"],
+                "path": self._path, "status": context.status, "seconds": round(seconds, 4), **context.usage,
             }  # fmt: skip
             _ACCESS.info("%s", json.dumps(line))
 

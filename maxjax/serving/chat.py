@@ -13,28 +13,28 @@ import msgspec
 from ..engine.batching.answer import PendingAnswer
 from ..text.calls import json_of
 from ..text.reasoning import AnswerParser, reasoning_tokens
-from .answers import (
-    answers,
+from .context import RequestContext
+from .errors import RequestError, unsupported
+from .fields import ChatRequest, ToolChoice, decoded
+from .generation import (
     check_ends,
     completions_of,
     must_match,
     pieces_of,
     settings_of,
+    submitted,
     usage_of,
 )
-from .asked import Asked
-from .errors import RequestError, unsupported
-from .fields import ChatRequest, ToolChoice, decoded
 from .http import event
 from .logprobs import chat_logprobs
 from .messages import chat_of, template_variables, tools_of
 
 
-async def chat(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
+async def chat(context: RequestContext) -> dict[str, Any] | AsyncGenerator[bytes]:
     """Answers a chat, whole or as events."""
-    body = decoded(asked.body, ChatRequest)
-    request = Chat(asked, body)
-    form = _ChatForm(asked, body)
+    body = decoded(context.body, ChatRequest)
+    request = Chat(context, body)
+    form = _ChatForm(context, body)
     return form.events(request) if body.stream else await form.whole(request)
 
 
@@ -42,20 +42,20 @@ class Chat:
     """A chat that is answered, for any API.
 
     Args:
-        asked: the request.
+        context: the request.
         body: its body, as this API has it.
     """
 
-    def __init__(self, asked: Asked, body: ChatRequest):
-        asked.server.check_writes()
-        self._asked, self._body = asked, body
-        self._chat = chat_of(body.messages, asked.server.tokenizer)
+    def __init__(self, context: RequestContext, body: ChatRequest):
+        context.server.check_writes()
+        self._context, self._body = context, body
+        self._chat = chat_of(body.messages, context.server.tokenizer)
         self._tools = tools_of(body.tools)
         self._forced = _forced(body, self._tools)
         self._settings = self._arguments()
 
     def _arguments(self) -> dict[str, Any]:
-        body, found = self._body, settings_of(self._asked, self._body)
+        body, found = self._body, settings_of(self._context, self._body)
         if body.max_completion_tokens is not None:
             found["max_new_tokens"] = body.max_completion_tokens
         if body.top_logprobs is not None and not body.logprobs:
@@ -64,7 +64,7 @@ class Chat:
             found["logprobs"] = body.top_logprobs or 0
         variables = template_variables(body.chat_template_kwargs)
         if body.reasoning_effort is not None:
-            if not self._asked.server.template_reads("reasoning_effort"):
+            if not self._context.server.template_reads("reasoning_effort"):
                 raise unsupported(
                     "reasoning_effort", "reasoning_effort, which the chat template does not read,"
                 )
@@ -105,7 +105,7 @@ class Chat:
         tools = self._settings["template_kwargs"].get("tools", ())
         # An answer that must match something has no reasoning, also where the prompt has opened one.
         prompt = "" if must_match(self._settings) else completion.prompt or ""
-        return AnswerParser(self._asked.server.format, prompt, tools)
+        return AnswerParser(self._context.server.format, prompt, tools)
 
     def usage(self, written: Sequence[tuple[Any, WrittenParts]]) -> dict[str, Any]:
         """The numbers of tokens of the completions that have ended."""
@@ -114,12 +114,12 @@ class Chat:
             for one, parts in written
             if parts.reasoning
         )
-        return usage_of(self._asked, [one for one, _ in written], self._body.n, reasoning)
+        return usage_of(self._context, [one for one, _ in written], self._body.n, reasoning)
 
     async def whole(self) -> list[tuple[Any, WrittenParts]]:
         """The completions when all have ended, and their parts."""
-        async with answers(self._asked, [self._chat], self._body, self._settings) as pending:
-            completions = await completions_of(self._asked, pending)
+        async with submitted(self._context, [self._chat], self._body, self._settings) as pending:
+            completions = await completions_of(self._context, pending)
         found = []
         for one in completions:
             parts = self._parts(one)
@@ -135,9 +135,9 @@ class Chat:
 
         The end of an answer is told by ``parts.has_ended``.
         """
-        async with answers(self._asked, [self._chat], self._body, self._settings) as pending:
+        async with submitted(self._context, [self._chat], self._body, self._settings) as pending:
             parts: dict[int, WrittenParts] = {}
-            async for i, piece in pieces_of(self._asked, pending):
+            async for i, piece in pieces_of(self._context, pending):
                 if i not in parts:
                     parts[i] = self._parts(pending[i].completion)
                 found = parts[i].end() if piece is None else parts[i].push(piece)
@@ -147,8 +147,8 @@ class Chat:
 class _ChatForm:
     """The form of ``/v1/chat/completions``."""
 
-    def __init__(self, asked: Asked, body: ChatRequest):
-        self._asked, self._body = asked, body
+    def __init__(self, context: RequestContext, body: ChatRequest):
+        self._context, self._body = context, body
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model,
         }  # fmt: skip
@@ -206,7 +206,7 @@ class _ChatForm:
         return event(chunk)
 
     def _logprobs(self, found: Any) -> dict[str, Any] | None:
-        return None if found is None else chat_logprobs(self._asked.server.tokenizer, found)
+        return None if found is None else chat_logprobs(self._context.server.tokenizer, found)
 
 
 def _fields(delta: ChatDelta) -> dict[str, Any]:

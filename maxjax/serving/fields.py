@@ -41,7 +41,7 @@ REFUSED = frozenset(
 """Fields of OpenAI's API that are refused by name. A field of no API is refused too, as unknown."""
 
 
-class Answering(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that decide how an answer is written: OpenAI's, then those that vLLM and others add.
 
     Defaults of the settings of sampling are those of the model's ``generation_config.json``.
@@ -168,7 +168,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     annotations: list[Any] | None = None
 
 
-class ChatRequest(Answering, kw_only=True):
+class ChatRequest(GenerationRequest, kw_only=True):
     """The body of ``/v1/chat/completions``."""
 
     messages: list[Message]
@@ -185,7 +185,7 @@ class ChatRequest(Answering, kw_only=True):
     continue_final_message: bool = False
 
 
-class CompletionRequest(Answering, kw_only=True):
+class CompletionRequest(GenerationRequest, kw_only=True):
     """The body of ``/v1/completions``."""
 
     prompt: str | list[Any]

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from .asked import Asked
 from .chat import CallDelta, Chat, TextDelta
+from .context import RequestContext
 from .errors import RequestError, unsupported
 from .fields import (
     CalledFunction,
@@ -90,11 +90,11 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
 
 
-async def respond(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
+async def respond(context: RequestContext) -> dict[str, Any] | AsyncGenerator[bytes]:
     """Answers a list of items, whole or as events."""
-    body = decoded(asked.body, ResponsesRequest)
+    body = decoded(context.body, ResponsesRequest)
     form = _ResponseForm(body)
-    chat = Chat(asked, _chat_request(body))
+    chat = Chat(context, _chat_request(body))
     return form.events(chat) if body.stream else await form.whole(chat)
 
 

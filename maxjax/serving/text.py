@@ -7,20 +7,20 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from .answers import answers, check_ends, completions_of, pieces_of, settings_of, usage_of
-from .asked import Asked
+from .context import RequestContext
 from .errors import RequestError
 from .fields import CompletionRequest, decoded
+from .generation import check_ends, completions_of, pieces_of, settings_of, submitted, usage_of
 from .http import event
 from .logprobs import text_logprobs
 
 
-async def complete(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
+async def complete(context: RequestContext) -> dict[str, Any] | AsyncGenerator[bytes]:
     """Continues one or more texts, whole or as events."""
-    asked.server.check_writes()
-    body = decoded(asked.body, CompletionRequest)
-    prompts = _prompts(body.prompt, asked.server.limits.texts)
-    settings = settings_of(asked, body) | {"chat": False}
+    context.server.check_writes()
+    body = decoded(context.body, CompletionRequest)
+    prompts = _prompts(body.prompt, context.server.limits.texts)
+    settings = settings_of(context, body) | {"chat": False}
     check_ends(body, settings)
     settings["max_new_tokens"] = body.max_tokens or 16  # the default of this API
     if body.logprobs is not None:
@@ -30,13 +30,14 @@ async def complete(asked: Asked) -> dict[str, Any] | AsyncGenerator[bytes]:
         "model": body.model,
     }  # fmt: skip
     if body.stream:
-        return _events(asked, prompts, body, settings, head)
-    async with answers(asked, prompts, body, settings) as pending:
-        found = await completions_of(asked, pending)
+        return _events(context, prompts, body, settings, head)
+    async with submitted(context, prompts, body, settings) as pending:
+        found = await completions_of(context, pending)
     choices = [
-        _choice(asked, i, str(one), one.logprobs, one.finish_reason) for i, one in enumerate(found)
+        _choice(context, i, str(one), one.logprobs, one.finish_reason)
+        for i, one in enumerate(found)
     ]
-    return {**head, "choices": choices, "usage": usage_of(asked, found, body.n)}
+    return {**head, "choices": choices, "usage": usage_of(context, found, body.n)}
 
 
 def _prompts(given: Any, limit: int) -> list[Any]:
@@ -54,31 +55,36 @@ def _prompts(given: Any, limit: int) -> list[Any]:
 
 
 def _choice(
-    asked: Asked, index: int, text: str, logprobs: Any, reason: str | None, start: int = 0
+    context: RequestContext,
+    index: int,
+    text: str,
+    logprobs: Any,
+    reason: str | None,
+    start: int = 0,
 ) -> dict[str, Any]:
     found = None
     if logprobs is not None:
-        found = text_logprobs(asked.server.tokenizer, logprobs, start)
+        found = text_logprobs(context.server.tokenizer, logprobs, start)
     return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
 
 async def _events(
-    asked: Asked, prompts: list[Any], body: CompletionRequest, settings: dict[str, Any], head: dict[str, Any]
+    context: RequestContext, prompts: list[Any], body: CompletionRequest, settings: dict[str, Any], head: dict[str, Any]
 ) -> AsyncGenerator[bytes]:  # fmt: skip
-    async with answers(asked, prompts, body, settings) as pending:
+    async with submitted(context, prompts, body, settings) as pending:
         shown, lengths = [0] * len(pending), [0] * len(pending)
-        async for i, piece in pieces_of(asked, pending):
+        async for i, piece in pieces_of(context, pending):
             new = None
             if body.logprobs is not None:
                 new = pending[i].logprobs_from(shown[i])
                 shown[i] += len(new)
             reason = pending[i].completion.finish_reason if piece is None else None
             yield event(
-                {**head, "choices": [_choice(asked, i, piece or "", new, reason, lengths[i])]}
+                {**head, "choices": [_choice(context, i, piece or "", new, reason, lengths[i])]}
             )
             lengths[i] += len(piece or "")
         completions = [one.completion for one in pending]
-    usage = usage_of(asked, completions, body.n)
+    usage = usage_of(context, completions, body.n)
     if body.shows_usage:
         yield event({**head, "choices": [], "usage": usage})
     yield event("[DONE]")

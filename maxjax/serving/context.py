@@ -1,4 +1,4 @@
-"""Asked: a request while it is answered."""
+"""RequestContext: a request while it is answered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Asked:
+class RequestContext:
     """A request while it is answered.
 
     Attributes:

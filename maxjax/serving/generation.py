@@ -14,9 +14,9 @@ import msgspec
 
 from ..engine.batching.answer import PendingAnswer
 from ..engine.batching.grammar import FORMS
-from .asked import Asked
+from .context import RequestContext
 from .errors import RequestError, checking
-from .fields import Answering, Structured
+from .fields import GenerationRequest, Structured
 
 # More tokens that end an answer would need programs of their own.
 _MOST_ENDS = 32
@@ -27,7 +27,7 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def settings_of(asked: Asked, body: Answering) -> dict[str, Any]:
+def settings_of(context: RequestContext, body: GenerationRequest) -> dict[str, Any]:
     """The arguments of :meth:`maxjax.Engine.submit` for the fields that all answers have."""
     found = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if found.get("top_k") == -1:  # vLLM's word for "off"
@@ -35,7 +35,7 @@ def settings_of(asked: Asked, body: Answering) -> dict[str, Any]:
     if body.min_tokens:
         found["min_new_tokens"] = body.min_tokens
     if body.ignore_eos or body.stop_token_ids:
-        own = () if body.ignore_eos else asked.server.eos_ids
+        own = () if body.ignore_eos else context.server.eos_ids
         found["eos_ids"] = (*own, *(body.stop_token_ids or ()))
     if len(found.get("eos_ids", ())) > _MOST_ENDS:
         raise RequestError(
@@ -50,8 +50,8 @@ def settings_of(asked: Asked, body: Answering) -> dict[str, Any]:
         "max_new_tokens": body.max_tokens or math.inf,
         "skip_special_tokens": body.skip_special_tokens,
         "priority": body.priority,
-        "salt": asked.server.salt(asked.client, body.cache_salt),
-        "adapter": asked.server.adapter(body.model),
+        "salt": context.server.salt(context.client, body.cache_salt),
+        "adapter": context.server.adapter(body.model),
     }
     return found | _structured(body.structured_outputs)
 
@@ -82,7 +82,7 @@ def must_match(settings: Mapping[str, Any]) -> bool:
     return not FORMS.isdisjoint(settings)
 
 
-def check_ends(body: Answering, settings: Mapping[str, Any]) -> None:
+def check_ends(body: GenerationRequest, settings: Mapping[str, Any]) -> None:
     """Raises RequestError for tokens that end an answer which must match something: they would end it anywhere."""
     if body.stop_token_ids and must_match(settings):
         raise RequestError(
@@ -91,8 +91,11 @@ def check_ends(body: Answering, settings: Mapping[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def answers(
-    asked: Asked, prompts: Sequence[Any], body: Answering, settings: Mapping[str, Any]
+async def submitted(
+    context: RequestContext,
+    prompts: Sequence[Any],
+    body: GenerationRequest,
+    settings: Mapping[str, Any],
 ) -> AsyncIterator[list[PendingAnswer]]:
     """``n`` answers to each prompt while the engine writes them; afterwards those that have not ended are cancelled."""
     count = len(prompts) * body.n
@@ -108,10 +111,10 @@ async def answers(
             # Further answers to a prompt take it as the first one has read it.
             prompt = pending[-1].prompt if i % body.n else prompts[i // body.n]
             with checking():
-                one = asked.engine.submit(prompt, key=key, **settings)
+                one = context.engine.submit(prompt, key=key, **settings)
             pending.append(one)
 
-    leave = await asked.server.admission.enter(asked.client, count, body.priority)
+    leave = await context.server.admission.enter(context.client, count, body.priority)
     loop = asyncio.get_running_loop()
 
     def ended(_: PendingAnswer) -> None:
@@ -140,7 +143,7 @@ def _cancel(pending: Sequence[PendingAnswer]) -> None:
 
 
 async def pieces_of(
-    asked: Asked, pending: Sequence[PendingAnswer]
+    context: RequestContext, pending: Sequence[PendingAnswer]
 ) -> AsyncIterator[tuple[int, str | None]]:
     """The texts of several answers as they come, each with the number of its answer; None at the end of one.
 
@@ -148,7 +151,7 @@ async def pieces_of(
     """
     if len(pending) == 1:  # without a queue
         async for text in _texts_of(pending[0]):
-            asked.has_begun()
+            context.has_begun()
             yield 0, text
         yield 0, None
         return
@@ -169,7 +172,7 @@ async def pieces_of(
             i, piece, error = await coming.get()
             if error is not None:
                 raise error
-            asked.has_begun()
+            context.has_begun()
             left -= piece is None
             yield i, piece
     finally:
@@ -185,20 +188,20 @@ async def _texts_of(answer: PendingAnswer) -> AsyncIterator[str]:
         yield "".join(found)
 
 
-async def completions_of(asked: Asked, pending: Sequence[PendingAnswer]) -> list[Any]:
+async def completions_of(context: RequestContext, pending: Sequence[PendingAnswer]) -> list[Any]:
     """The answers when all have ended."""
     found = [await one for one in pending]
-    asked.has_begun()
+    context.has_begun()
     return found
 
 
 def usage_of(
-    asked: Asked, completions: Sequence[Any], n: int, reasoning: int = 0
+    context: RequestContext, completions: Sequence[Any], n: int, reasoning: int = 0
 ) -> dict[str, Any]:
     """The numbers of tokens, in the form of OpenAI's API; a prompt with several answers counts once.
 
     Args:
-        asked: the request.
+        context: the request.
         completions: the answers, ``n`` to each prompt.
         n: their number.
         reasoning: number of tokens of reasoning in all of them.
@@ -206,9 +209,9 @@ def usage_of(
     first = completions[::n]
     prompt = sum(len(one.prompt_tokens) for one in first)
     written = sum(len(one.tokens) for one in completions)
-    asked.usage = {"prompt_tokens": prompt, "completion_tokens": written}
+    context.usage = {"prompt_tokens": prompt, "completion_tokens": written}
     return {
-        **asked.usage, "total_tokens": prompt + written,
+        **context.usage, "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in first)},
         "completion_tokens_details": {"reasoning_tokens": reasoning},
     }  # fmt: skip
