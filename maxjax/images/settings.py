@@ -78,7 +78,7 @@ COMMON = frozenset(
 _IGNORED = frozenset(
     "image_processor_type feature_extractor_type processor_class auto_map do_convert_rgb input_data_format "
     "device disable_grouping return_tensors default_to_square return_row_col_info image_seq_length "
-    "image_seq_len video_sampling aspect_ratio_setting".split()
+    "image_seq_len video_sampling aspect_ratio_setting use_fast _valid_processor_keys".split()
 )  # fmt: skip
 # Keys that are only looked at where a step is on.
 _OF_STEPS = {"crop_size": "do_center_crop", "pad_size": "do_pad"}

@@ -135,6 +135,7 @@ def test_old_and_new_spellings_are_the_same(tmp_path):
         "crop_size": {"height": 28, "width": 28, "shortest_edge": None}, "do_convert_rgb": True,
         "data_format": "channels_first", "device": None, "disable_grouping": None, "pad_size": None,
         "default_to_square": False, "return_tensors": None, "do_pad": None, "do_flip_channel_order": False,
+        "_valid_processor_keys": ["images", "size"], "use_fast": True,
     }  # fmt: skip
     first = ImageProcessor.of(old)
     assert first.kind == "clip" and first.settings == ImageProcessor.of(new).settings
