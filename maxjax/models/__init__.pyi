@@ -254,6 +254,14 @@ from .vision.clip import CLIPTextModelWithProjection as CLIPTextModelWithProject
 from .vision.clip import CLIPVisionConfig as CLIPVisionConfig
 from .vision.clip import CLIPVisionModel as CLIPVisionModel
 from .vision.clip import CLIPVisionModelWithProjection as CLIPVisionModelWithProjection
+from .vision.dinov2 import Dinov2Config as Dinov2Config
+from .vision.dinov2 import Dinov2ForImageClassification as Dinov2ForImageClassification
+from .vision.dinov2 import Dinov2Model as Dinov2Model
+from .vision.dinov2 import Dinov2WithRegistersConfig as Dinov2WithRegistersConfig
+from .vision.dinov2 import Dinov2WithRegistersForImageClassification as Dinov2WithRegistersForImageClassification
+from .vision.dinov2 import Dinov2WithRegistersModel as Dinov2WithRegistersModel
+from .vision.dinov3_vit import DINOv3ViTConfig as DINOv3ViTConfig
+from .vision.dinov3_vit import DINOv3ViTModel as DINOv3ViTModel
 from .vision.siglip import SiglipConfig as SiglipConfig
 from .vision.siglip import SiglipForImageClassification as SiglipForImageClassification
 from .vision.siglip import SiglipModel as SiglipModel
@@ -261,4 +269,11 @@ from .vision.siglip import SiglipTextConfig as SiglipTextConfig
 from .vision.siglip import SiglipTextModel as SiglipTextModel
 from .vision.siglip import SiglipVisionConfig as SiglipVisionConfig
 from .vision.siglip import SiglipVisionModel as SiglipVisionModel
+from .vision.vit import DeiTConfig as DeiTConfig
+from .vision.vit import DeiTForImageClassification as DeiTForImageClassification
+from .vision.vit import DeiTForImageClassificationWithTeacher as DeiTForImageClassificationWithTeacher
+from .vision.vit import DeiTModel as DeiTModel
+from .vision.vit import ViTConfig as ViTConfig
+from .vision.vit import ViTForImageClassification as ViTForImageClassification
+from .vision.vit import ViTModel as ViTModel
 from .weights import main_dtype as main_dtype

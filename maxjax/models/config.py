@@ -25,7 +25,10 @@ MAX_SIZE = 2**31 - 1
 _MAX_LABELS = 1 << 20
 _NO_LABELS = "without 'id2label' and 'num_labels', config.json"
 # The weights of heads that have a row for each label, by the names of models.
-_LABEL_WEIGHTS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
+_LABEL_WEIGHTS = (
+    *("classifier.weight", "classifier.out_proj.weight", "score.weight"),
+    "cls_classifier.weight",
+)
 
 
 def read_object(path: str | os.PathLike[str], option: str = "config_bytes") -> dict[str, Any]:

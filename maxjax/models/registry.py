@@ -286,6 +286,22 @@ ENTRIES: dict[str, Entry] = {
     "vision.clip.CLIPTextModelWithProjection": Entry(
         "clip_text_model", "CLIPTextModelWithProjection"
     ),
+    "vision.vit.ViTModel": Entry("vit", "ViTModel ViTForMaskedImageModeling"),
+    "vision.vit.ViTForImageClassification": Entry("vit", "ViTForImageClassification"),
+    "vision.vit.DeiTModel": Entry("deit", "DeiTModel DeiTForMaskedImageModeling"),
+    "vision.vit.DeiTForImageClassification": Entry("deit", "DeiTForImageClassification"),
+    "vision.vit.DeiTForImageClassificationWithTeacher": Entry(
+        "deit", "DeiTForImageClassificationWithTeacher"
+    ),
+    "vision.dinov2.Dinov2Model": Entry("dinov2", "Dinov2Model Dinov2Backbone"),
+    "vision.dinov2.Dinov2ForImageClassification": Entry("dinov2", "Dinov2ForImageClassification"),
+    "vision.dinov2.Dinov2WithRegistersModel": Entry(
+        "dinov2_with_registers", "Dinov2WithRegistersModel Dinov2WithRegistersBackbone"
+    ),
+    "vision.dinov2.Dinov2WithRegistersForImageClassification": Entry(
+        "dinov2_with_registers", "Dinov2WithRegistersForImageClassification"
+    ),
+    "vision.dinov3_vit.DINOv3ViTModel": Entry("dinov3_vit", "DINOv3ViTModel DINOv3ViTBackbone"),
 }
 """File and class of each model (or its ``Family``, if it shares its class) → its names.
 

@@ -24,10 +24,10 @@ from ...nn.activation import activation
 from ...nn.embedding import Embedding
 from ...nn.layer import Module
 from ...nn.linear import ColumnParallelLinear, Linear
-from ..family import Family
+from ..family import Family, PretrainedModel
 from ..names import Names, SharedBias
 from ..pooling import pool
-from .encoder import Dtypes, Encoder, layer_norm
+from .encoder import Dtypes, layer_norm
 
 FILL_MASK, TAG, CLASSIFY, ANSWER = "fill-mask", "tag", "classify", "answer"
 """What heads are for: the values of ``model.task``."""
@@ -272,7 +272,7 @@ def start_and_end(logits: jax.Array) -> dict[str, jax.Array]:
 
 def with_head(
     family: Family,
-    kind: type[Encoder],
+    kind: type[PretrainedModel],
     *patterns: str,
     architectures: tuple[str, ...] = (),
     layer: str | None = None,

@@ -119,6 +119,12 @@ class PatchEmbedding(Module):
         return {"weight": REPLICATED, "bias": REPLICATED}
 
 
+def prepend(tokens: jax.Array, x: jax.Array) -> jax.Array:
+    """Return hidden states ``[N, k + T, E]``: learned tokens ``[1, k, E]``, and then ``x`` ``[N, T, E]``."""
+    tokens = jnp.broadcast_to(tokens, (len(x), *tokens.shape[1:]))
+    return jnp.concatenate([tokens.astype(x.dtype), x], axis=1)
+
+
 def position_table(
     table: jax.Array,
     pixels: jax.Array,

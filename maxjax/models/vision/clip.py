@@ -59,6 +59,7 @@ from ..parts import (
     layers,
     merge_heads,
     position_table,
+    prepend,
     replicate_over_mesh,
     run_encoder,
     run_until,
@@ -226,9 +227,9 @@ class CLIPVisionEmbeddings(Module):
         x = self.patch_embedding(pixels)  # [N, P, E]
         table = jnp.asarray(self.position_embedding.weight)
         x = x + position_table(table[1:], pixels, self.config, interpolate)[None]
-        first = jnp.asarray(self.class_embedding) + table[0]
-        first = jnp.broadcast_to(first, (len(x), 1, len(first)))
-        return jnp.concatenate([first, x], axis=1)  # [N, 1 + P, E]
+        return prepend(
+            (jnp.asarray(self.class_embedding) + table[0])[None, None], x
+        )  # [N, 1 + P, E]
 
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the small table of positions."""

@@ -20,6 +20,7 @@ SMALL = {
 SQUARE = {**SMALL, "image_size": 12, "patch_size": 4}
 # Pixels that do not fill a patch, as in SigLIP's so400m with 384 pixels and patches of 14.
 UNEVEN = {**SMALL, "image_size": 14, "patch_size": 4, "num_attention_heads": 2}
+DINO = {key: value for key, value in SQUARE.items() if key != "intermediate_size"}
 TEXT = {**SMALL, "vocab_size": 41, "max_position_embeddings": 9, "eos_token_id": 40}
 
 
@@ -50,6 +51,26 @@ CASES = [
     ("clip-vision", "CLIPVisionModelWithProjection", "CLIPVisionConfig", UNEVEN | {"projection_dim": 8}),
     ("clip-text", "CLIPTextModel", "CLIPTextConfig", TEXT | {"eos_token_id": 2}),
     ("clip-text", "CLIPTextModelWithProjection", "CLIPTextConfig", TEXT | {"projection_dim": 8}),
+    ("vit", "ViTForImageClassification", "ViTConfig", SQUARE | {"num_labels": 5}),
+    ("vit", "ViTModel", "ViTConfig", UNEVEN | {"qkv_bias": False, "pooler_output_size": 24}),
+    ("vit", "ViTForImageClassification", "ViTConfig", UNEVEN | {"hidden_act": "relu", "num_labels": 1}),
+    ("vit", "ViTModel", "ViTConfig", SQUARE | {"layer_norm_eps": 1e-6, "num_hidden_layers": 1}),
+    ("deit", "DeiTForImageClassificationWithTeacher", "DeiTConfig", SQUARE | {"num_labels": 5}),
+    ("deit", "DeiTForImageClassification", "DeiTConfig", UNEVEN | {"num_labels": 3}),
+    ("deit", "DeiTModel", "DeiTConfig", SQUARE | {"qkv_bias": False}),
+    ("dinov2", "Dinov2ForImageClassification", "Dinov2Config", DINO | {"num_labels": 5}),
+    ("dinov2", "Dinov2Model", "Dinov2Config", DINO | {"use_swiglu_ffn": True}),
+    ("dinov2", "Dinov2Model", "Dinov2Config", DINO | {"image_size": 14, "qkv_bias": False, "mlp_ratio": 3}),
+    ("dinov2", "Dinov2ForImageClassification", "Dinov2Config", DINO | {"use_swiglu_ffn": True, "num_labels": 1}),
+    ("dinov2-registers", "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig",
+     DINO | {"num_labels": 5}),
+    ("dinov2-registers", "Dinov2WithRegistersModel", "Dinov2WithRegistersConfig",
+     DINO | {"use_swiglu_ffn": True, "num_register_tokens": 1}),
+    ("dinov3", "DINOv3ViTModel", "DINOv3ViTConfig", SQUARE | {"num_register_tokens": 4}),
+    ("dinov3", "DINOv3ViTModel", "DINOv3ViTConfig",
+     SQUARE | {"use_gated_mlp": True, "hidden_act": "silu", "rope_theta": 50.0, "num_attention_heads": 2}),
+    ("dinov3", "DINOv3ViTModel", "DINOv3ViTConfig",
+     UNEVEN | {"key_bias": True, "query_bias": False, "value_bias": False, "mlp_bias": False, "proj_bias": False}),
 ]  # fmt: skip
 
 
