@@ -225,7 +225,8 @@ class CLIPVisionEmbeddings(Module):
 
     def __call__(self, pixels: jax.Array, interpolate: bool) -> jax.Array:
         x = self.patch_embedding(pixels)  # [N, P, E]
-        table = jnp.asarray(self.position_embedding.weight)
+        positions = jnp.arange(1 + self.config.num_patches, dtype=jnp.int32)
+        table = self.position_embedding(positions).astype(x.dtype)  # [1 + P, E]
         x = x + position_table(table[1:], pixels, self.config, interpolate)[None]
         return prepend(
             (jnp.asarray(self.class_embedding) + table[0])[None, None], x

@@ -211,7 +211,8 @@ class SiglipVisionEmbeddings(Module):
 
     def __call__(self, pixels: jax.Array, interpolate: bool) -> jax.Array:
         x = self.patch_embedding(pixels)  # [N, P, E]
-        table = jnp.asarray(self.position_embedding.weight)
+        positions = jnp.arange(self.config.num_patches, dtype=jnp.int32)
+        table = self.position_embedding(positions).astype(x.dtype)  # [P, E]
         return x + position_table(table, pixels, self.config, interpolate)[None]
 
     def sharding_rules(self) -> dict[str, Any]:
