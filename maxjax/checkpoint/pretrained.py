@@ -16,6 +16,7 @@ from ..errors import UserInputError
 from ..graph.weights import WeightData
 from ..graph.weights.gathering import Gathering
 from ..graph.weights.writing import outgoing_data, weight_data
+from ..images import ImageProcessor
 from ..lockstep import Lockstep
 from ..models import PretrainedModel
 from ..models.config import quantization_settings
@@ -45,7 +46,7 @@ def save_pretrained(
     model: Module,
     directory: str | os.PathLike[str],
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | ImageProcessor | None = None,
     dtype: Any = None,
     config: Mapping[str, Any] | None = None,
     max_shard_size: int | str = "5GB",
@@ -63,7 +64,7 @@ def save_pretrained(
         model: any Module. A :class:`PretrainedModel` also provides ``config.json``: that of its file, or one
             made of its settings.
         directory: path of the directory, made if it does not exist.
-        tokenizer: tokenizer to write as well.
+        tokenizer: tokenizer to write as well, or the image processor of a model of images.
         dtype: dtype that float weights are converted to and quantised weights dequantised to. By
             default all weights are written as they are; quantised weights in safetensors can be
             opened by maxjax only, and a warning is logged if there are any.
@@ -191,7 +192,7 @@ def model_files(
     config: Mapping[str, Any] | None = None,
     dtype: DType | None = None,
     names: Iterable[str] | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | ImageProcessor | None = None,
     required: bool = True,
 ) -> dict[str, bytes]:
     """The files of a model's directory besides weights and tokenizer: name → content.
@@ -210,7 +211,9 @@ def model_files(
     """
     if config is None and isinstance(model, PretrainedModel):
         try:
-            config = config_of(model, {} if tokenizer is None else token_ids(tokenizer))
+            config = config_of(
+                model, token_ids(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
+            )
         except UserInputError:
             if required:
                 raise
@@ -240,8 +243,8 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     return found | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})
 
 
-def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files of a tokenizer: name → content."""
+def tokenizer_files(tokenizer: Tokenizer | ImageProcessor) -> dict[str, bytes]:
+    """The files of a tokenizer or an image processor: name → content."""
     return {name: text.encode() for name, text in tokenizer.files().items()}
 
 

@@ -1,4 +1,4 @@
-"""``embed``: one vector for each text."""
+"""``embed``: one vector for each text, or for each image and text of a model of images."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from ..errors import (
 )
 from ..graph.placement.arrays import with_sharding
 from ..graph.placement.specs import mesh_of
+from ..images import ImageProcessor
 from ..lockstep import Lockstep
 from ..models import LanguageModel
+from ..models.parts.vision import VisionModel
 from ..models.pooling import POOLINGS, Pooling, densified, normalized, pool, unit
 from ..models.weights import check_loaded, shardings_of
 from ..nn.layer.observe.programs import tapped
 from ..nn.layer.walk import check_module
 from ..text.tokenizer.arguments import check_is_tokenizer, checked_texts
 from ..text.tokenizer.tokenizer import Encoding, Tokenizer
+from .images import embed_items
 from .isolation import isolated
 from .packing import PackedTokens, places
 from .rows import MIN_LENGTH, check_lengths, encoder_output, run_rows, text_limit
@@ -39,8 +42,8 @@ from .rows import MIN_LENGTH, check_lengths, encoder_output, run_rows, text_limi
 
 def embed(
     model: Any,
-    tokenizer: Tokenizer | None,
-    texts: Iterable[str],
+    tokenizer: Tokenizer | ImageProcessor | None,
+    texts: Iterable[Any],
     *,
     batch_size: int = 32,
     truncate: bool = False,
@@ -53,19 +56,24 @@ def embed(
 ) -> np.ndarray:
     """Computes one vector per text, pooled as the checkpoint's sentence-transformers files say.
 
+    A model of images and texts (CLIP, SigLIP) gives items of both vectors in one space, of length 1; a model of images
+    (DINOv2, ViT) vectors of images.
+
     Several processes that share the model's mesh make the call together, with the same arguments,
     and all get the vectors. Without such files (``model.pooling``), an encoder uses the mean over
     the tokens of a text; a decoder needs ``pooling``, usually ``"lasttoken"`` or ``"mean"``.
 
     Args:
-        model: a text encoder or a decoder, as returned by ``maxjax.load``.
-        tokenizer: the model's tokenizer.
-        texts: the texts; an empty text is allowed.
+        model: a text encoder, a decoder, or a model of images, as returned by ``maxjax.load``.
+        tokenizer: the model's tokenizer, or its image processor: what ``maxjax.load`` returned beside the model.
+        texts: the texts; an empty text is allowed. For a model of images, images too: a Path, an image of Pillow, an
+            array ``uint8[H, W, 3]``, or ``{"type": "image", "image": …}`` with one of these or a path as a str.
         batch_size: the maximum number of rows in one batch. A row holds one text, or several short
             texts of an encoder.
         truncate: whether to truncate texts longer than the model's limit; otherwise they are an
             error.
-        normalize: whether to scale each vector to length 1; None follows the files.
+        normalize: whether to scale each vector to length 1; None follows the files, and means True for a model of
+            images.
         pooling: the pooling to use instead of that of the files: ``"lasttoken"``, ``"mean"``,
             another name in ``maxjax.models.pooling.POOLINGS``, or a ``Pooling``.
         prompt: a text to put before every text.
@@ -85,7 +93,8 @@ def embed(
             name if it can.
         UserInputError: there is no tokenizer; a text is too long; the model's weights are not
             loaded, or it is neither an encoder nor a decoder; the pooling of a decoder is not
-            known; the files do not have the named prompt; ``truncate_dim`` is not between 1 and d.
+            known; the files do not have the named prompt; ``truncate_dim`` is not between 1 and d; an image
+            cannot be decoded, or the model does not take it, or takes no pooling or prompt.
         UnsupportedModelError: the files configure a module that maxjax does not support.
         ProgramMismatchError: the model, a text or an option is not the same in all processes.
         PeerFailedError, PeerLostError: another process raised an error in this call, or has ended.
@@ -94,6 +103,18 @@ def embed(
         raise unknown_argument(embed, name)
     truncate_dim = None if truncate_dim is None else checked_integer("truncate_dim", truncate_dim)
     with Lockstep("embed", shardings_of(model)) as together, releasing():
+        if isinstance(model, VisionModel):
+            refused = {"pooling": pooling, "prompt": prompt, "prompt_name": prompt_name}
+            for name in (one for one, value in refused.items() if value is not None):
+                raise UserInputError(
+                    f"{name}= is for models of texts, not for {type(model).__name__}"
+                )
+            found = embed_items(
+                model, tokenizer, texts, together, truncate=truncate,
+                batch_size=checked_integer("batch_size", batch_size), normalize=normalize is not False,
+            )  # fmt: skip
+            together.finish()
+            return found if truncate_dim is None else _truncated(found, truncate_dim, normalize)
         found = _embed(
             model, tokenizer, texts, together,
             batch_size=batch_size, truncate=truncate, normalize=normalize, pooling=pooling,
@@ -116,7 +137,7 @@ def _truncated(vectors: np.ndarray, count: int, normalize: bool | None) -> np.nd
 
 def _embed(
     model: Any,
-    tokenizer: Tokenizer | None,
+    tokenizer: Any,
     texts: Iterable[str],
     together: Lockstep,
     *,

@@ -22,6 +22,7 @@ from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputEr
 from ..graph import compile_cache
 from ..graph.placement.arrays import platform_of
 from ..graph.weights import FileWeights, GGUFWeights, load_weights
+from ..images import ImageProcessor
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
 from ..models import LanguageModel, PretrainedModel, build, config_beside
@@ -159,8 +160,9 @@ def load(
             these arguments is compiled in another thread while the weights are read.
 
     Returns:
-        The model and its tokenizer, which is None if there is none or ``tokenizer=False``; with
-        ``compile`` the compiled program as the third value.
+        The model and its tokenizer, which is None if there is none or ``tokenizer=False``; of a model of images and
+        texts it has the image processor as ``tokenizer.images``, and of a model of images alone the image processor
+        is in its place. With ``compile`` the compiled program is the third value.
 
     Raises:
         CheckpointError: the checkpoint is missing, corrupt or does not match the model; the
@@ -268,7 +270,9 @@ def _prepared(
             if isinstance(weights, GGUFWeights):
                 pooling = gguf_pooling(weights.metadata, path=path) or pooling
                 pooling = _with_dense(weights, pooling)
-            text = _tokenizer(weights, path, folder) if tokenizer else None
+            text: Any = _tokenizer(weights, path, folder) if tokenizer else None
+            if isinstance(model, VisionModel) and tokenizer:
+                text = _with_images(text, model, folder)
             if pooling is not None:
                 model.pooling = pooling
             if isinstance(model, LanguageModel):
@@ -285,6 +289,18 @@ def _prepared(
                     sampling = sampling_config(weights.metadata, path=path)
                 model.generation = read_defaults(folder, settings, ends, sampling)
     return weights, model, text
+
+
+def _with_images(
+    text: Tokenizer | None, model: VisionModel, folder: Files
+) -> Tokenizer | ImageProcessor | None:
+    """The tokenizer, with the image processor of the model; for a model without texts the image processor alone."""
+    images = ImageProcessor.in_folder(folder) if "image" in model.takes else None
+    if "text" not in model.takes:
+        return images
+    if text is not None:
+        text.images = images
+    return text
 
 
 def _with_dense(weights: GGUFWeights, pooling: Pooling | None) -> Pooling | None:

@@ -223,8 +223,18 @@ def batches(lengths: list[int], batch_size: int, limit: int) -> list[PaddedBatch
     for length, members in buckets.items():
         for start in range(0, len(members), batch_size):
             part = members[start : start + batch_size]
-            found.append(PaddedBatch(part, min(_at_least(len(part), 1, 4), batch_size), length))
+            found.append(PaddedBatch(part, padded_count(len(part), batch_size), length))
     return found
+
+
+def padded_count(count: int, batch_size: int) -> int:
+    """The number of rows of a batch of ``count``, which is padded to a power of four: few programs are compiled.
+
+    Example:
+        >>> [padded_count(count, 32) for count in (1, 3, 17, 32)]
+        [1, 4, 32, 32]
+    """
+    return min(_at_least(count, 1, 4), batch_size)
 
 
 def _at_least(number: int, start: int, factor: int) -> int:

@@ -258,7 +258,9 @@ from .vision.dinov2 import Dinov2Config as Dinov2Config
 from .vision.dinov2 import Dinov2ForImageClassification as Dinov2ForImageClassification
 from .vision.dinov2 import Dinov2Model as Dinov2Model
 from .vision.dinov2 import Dinov2WithRegistersConfig as Dinov2WithRegistersConfig
-from .vision.dinov2 import Dinov2WithRegistersForImageClassification as Dinov2WithRegistersForImageClassification
+from .vision.dinov2 import (
+    Dinov2WithRegistersForImageClassification as Dinov2WithRegistersForImageClassification,
+)
 from .vision.dinov2 import Dinov2WithRegistersModel as Dinov2WithRegistersModel
 from .vision.dinov3_vit import DINOv3ViTConfig as DINOv3ViTConfig
 from .vision.dinov3_vit import DINOv3ViTModel as DINOv3ViTModel
@@ -271,7 +273,9 @@ from .vision.siglip import SiglipVisionConfig as SiglipVisionConfig
 from .vision.siglip import SiglipVisionModel as SiglipVisionModel
 from .vision.vit import DeiTConfig as DeiTConfig
 from .vision.vit import DeiTForImageClassification as DeiTForImageClassification
-from .vision.vit import DeiTForImageClassificationWithTeacher as DeiTForImageClassificationWithTeacher
+from .vision.vit import (
+    DeiTForImageClassificationWithTeacher as DeiTForImageClassificationWithTeacher,
+)
 from .vision.vit import DeiTModel as DeiTModel
 from .vision.vit import ViTConfig as ViTConfig
 from .vision.vit import ViTForImageClassification as ViTForImageClassification

@@ -863,4 +863,106 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ),
         ],
     },
+    "siglip": {
+        "siglip": [
+            ("y = both_ways(q, k, v, mask,", "y = both_ways(0.7 * q, k, v, mask,"),
+            ("activation(self.act)(self.fc1(x)", "jax.nn.relu(self.fc1(x)"),
+            ("self.self_attn(self.layer_norm1(x)", "self.self_attn((x)"),
+            ("return x + self.mlp(", "return x + 0.5 * self.mlp("),
+            ("y = y + self.mlp(self.layernorm(y)", "y = self.mlp(self.layernorm(y)"),
+            ("self.head(x[:, -1])", "self.head(x[:, 0])"),
+        ],
+    },
+    "clip": {
+        "clip": [
+            ("y = both_ways(q, k, v, mask,", "y = both_ways(0.7 * q, k, v, mask,"),
+            ("activation(self.act)(self.fc1(x)", "jax.nn.relu(self.fc1(x)"),
+            ("x = self.pre_layrnorm(x)", "x = (x)"),
+            ("return x + self.mlp(", "return x + 0.5 * self.mlp("),
+            ("causal = jnp.tril(", "causal = ("),
+            ("self.post_layernorm(x[:, 0])", "self.post_layernorm(x[:, 1])"),
+        ],
+    },
+    "vit": {
+        "vit": [
+            ("both_ways(q, k, v, softmax", "both_ways(0.7 * q, k, v, softmax"),
+            ("return y if self.act is None else activation(self.act)(y)", "return y"),
+            ("self.attention(self.layernorm_before(x)", "self.attention((x)"),
+            (
+                "return x + self.output(self.intermediate(",
+                "return x + 0.5 * self.output(self.intermediate(",
+            ),
+            ("x = self.layernorm(x)", "x = (x)"),
+            (
+                "prepend(jnp.concatenate(tokens, axis=1) + first, x)",
+                "prepend(jnp.concatenate(tokens, axis=1) - first, x)",
+            ),
+        ],
+        "deit": [
+            ("both_ways(q, k, v, softmax", "both_ways(0.7 * q, k, v, softmax"),
+            ("return y if self.act is None else activation(self.act)(y)", "return y"),
+            ("self.attention(self.layernorm_before(x)", "self.attention((x)"),
+            (
+                "return x + self.output(self.intermediate(",
+                "return x + 0.5 * self.output(self.intermediate(",
+            ),
+            ("x = self.layernorm(x)", "x = (x)"),
+            (
+                "prepend(jnp.concatenate(tokens, axis=1) + first, x)",
+                "prepend(jnp.concatenate(tokens, axis=1) - first, x)",
+            ),
+        ],
+    },
+    "dinov2": {
+        "dinov2": [
+            ("both_ways(q, k, v, softmax", "both_ways(0.7 * q, k, v, softmax"),
+            ("activation(self.act)(self.fc1(x)", "jax.nn.relu(self.fc1(x)"),
+            (
+                "x = x + self.layer_scale1(self.attention(self.norm1(x)",
+                "x = x + self.layer_scale1(self.attention((x)",
+            ),
+            (
+                "return x + self.layer_scale2(self.mlp(",
+                "return x + 0.5 * self.layer_scale2(self.mlp(",
+            ),
+            ("x = self.layernorm(x)", "x = (x)"),
+            (
+                "prepend(jnp.asarray(self.cls_token) + first, x)",
+                "prepend(jnp.asarray(self.cls_token) - first, x)",
+            ),
+        ],
+        "dinov2_with_registers": [
+            ("both_ways(q, k, v, softmax", "both_ways(0.7 * q, k, v, softmax"),
+            ("activation(self.act)(self.fc1(x)", "jax.nn.relu(self.fc1(x)"),
+            (
+                "x = x + self.layer_scale1(self.attention(self.norm1(x)",
+                "x = x + self.layer_scale1(self.attention((x)",
+            ),
+            (
+                "return x + self.layer_scale2(self.mlp(",
+                "return x + 0.5 * self.layer_scale2(self.mlp(",
+            ),
+            ("x = self.layernorm(x)", "x = (x)"),
+            (
+                "prepend(jnp.asarray(self.cls_token) + first, x)",
+                "prepend(jnp.asarray(self.cls_token) - first, x)",
+            ),
+        ],
+    },
+    "dinov3_vit": {
+        "dinov3_vit": [
+            ("both_ways(q, k, v, softmax", "both_ways(0.7 * q, k, v, softmax"),
+            ("y = activation(self.act)(up)", "y = jax.nn.relu(up)"),
+            (
+                "x = x + self.layer_scale1(self.attention(self.norm1(x)",
+                "x = x + self.layer_scale1(self.attention((x)",
+            ),
+            (
+                "return x + self.layer_scale2(self.mlp(",
+                "return x + 0.5 * self.layer_scale2(self.mlp(",
+            ),
+            ("rope(q, angles), rope(k, angles)\n", "rope(q[..., ::-1], angles), rope(k, angles)\n"),
+            ("x = self.norm(x)", "x = (x)"),
+        ],
+    },
 }

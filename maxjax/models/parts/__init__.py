@@ -91,6 +91,7 @@ from .vision import PatchEmbedding as PatchEmbedding
 from .vision import VisionConfig as VisionConfig
 from .vision import VisionModel as VisionModel
 from .vision import VisionOutput as VisionOutput
+from .vision import automatic_rows as automatic_rows
 from .vision import checked_ids as checked_ids
 from .vision import layer_number as layer_number
 from .vision import patches as patches

@@ -6,7 +6,8 @@ Shapes: N images of H × W pixels in C channels, P patches of p × p pixels, hid
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -18,7 +19,7 @@ from ...errors import UserInputError
 from ...graph.device import DeviceRef
 from ...graph.placement.split import REPLICATED
 from ...graph.weight.weight import Weight
-from ...kernels import matmul
+from ...kernels import explicit, matmul
 from ...nn.layer import LayerList, LayerStack, Module
 from ..family import PretrainedModel
 from .config import LabelledConfig
@@ -117,6 +118,27 @@ class PatchEmbedding(Module):
     def sharding_rules(self) -> dict[str, Any]:
         """Every device holds the layer completely: it is small."""
         return {"weight": REPLICATED, "bias": REPLICATED}
+
+
+def automatic_rows(axes: int) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
+    """Return a decorator of ``__call__(self, x, …)``, in which XLA chooses shardings, also where axes are Explicit.
+
+    Args:
+        axes: number of axes of the result; its first axis is sharded as that of ``x``, the others are not.
+    """
+
+    def decorate(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        @functools.wraps(call)
+        def run(self: Any, x: jax.Array, *args: Any) -> jax.Array:
+            mesh = explicit.mesh_of(x, *jax.tree.leaves(self))
+            if mesh is None:
+                return call(self, x, *args)
+            wanted = [explicit.entries(x)[0], *[()] * (axes - 1)]
+            return explicit.automatic(lambda m, a: call(m, a, *args), mesh, wanted)(self, x)
+
+        return run
+
+    return decorate
 
 
 def prepend(tokens: jax.Array, x: jax.Array) -> jax.Array:
@@ -426,7 +448,10 @@ class ImageTextModel(VisionModel):
         """
         texts = normalized(self.text_features(jnp.asarray(input_ids), attention_mask))
         images = normalized(self.image_features(jnp.asarray(pixel_values)))
-        logits = self.logits_of(jnp.einsum("nd,bd->nb", images, texts, precision="highest"))
+        product = partial(jnp.einsum, "nd,bd->nb", precision="highest")
+        wanted = [explicit.entries(images)[0], ()]
+        cosines = explicit.automatic(product, explicit.mesh_of(images), wanted)(images, texts)
+        logits = self.logits_of(cosines)  # [N, B]
         return ImageTextOutput(logits, logits.T, texts, images)
 
 

@@ -52,6 +52,7 @@ from ..parts import (
     VisionConfig,
     VisionModel,
     VisionOutput,
+    automatic_rows,
     checked_ids,
     config_field,
     layer_norm,
@@ -223,6 +224,7 @@ class CLIPVisionEmbeddings(Module):
         )
         self.position_embedding = Embedding(1 + config.num_patches, E, dtype)
 
+    @automatic_rows(3)
     def __call__(self, pixels: jax.Array, interpolate: bool) -> jax.Array:
         x = self.patch_embedding(pixels)  # [N, P, E]
         positions = jnp.arange(1 + self.config.num_patches, dtype=jnp.int32)

@@ -43,6 +43,7 @@ from ..parts import (
     VisionConfig,
     VisionModel,
     VisionOutput,
+    automatic_rows,
     config_field,
     layer_norm,
     layer_number,
@@ -117,6 +118,7 @@ class Dinov2Embeddings(Module):
         self.position_embeddings = Weight("position_embeddings", dtypes.dtype, (1, count, E), cpu)
         self.patch_embeddings = Dinov2PatchEmbeddings(config, dtypes)
 
+    @automatic_rows(3)
     def __call__(self, pixels: jax.Array) -> jax.Array:
         x = self.patch_embeddings(pixels)  # [N, P, E]
         first, table = jnp.split(jnp.asarray(self.position_embeddings), [1], axis=1)

@@ -45,6 +45,7 @@ from ..parts import (
     VisionConfig,
     VisionModel,
     VisionOutput,
+    automatic_rows,
     config_field,
     layer_norm,
     layer_number,
@@ -104,6 +105,7 @@ class DINOv3Embeddings(Module):
         self.register_tokens = Weight("register_tokens", dtype, (1, R, E), cpu)
         self.patch_embeddings = PatchEmbedding(config.num_channels, config.patch_size, E, dtype)
 
+    @automatic_rows(3)
     def __call__(self, pixels: jax.Array) -> jax.Array:
         x = prepend(jnp.asarray(self.register_tokens), self.patch_embeddings(pixels))
         return prepend(jnp.asarray(self.cls_token), x)  # [N, T, E]

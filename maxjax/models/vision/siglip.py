@@ -54,6 +54,7 @@ from ..parts import (
     VisionConfig,
     VisionModel,
     VisionOutput,
+    automatic_rows,
     checked_ids,
     config_field,
     layer_norm,
@@ -209,6 +210,7 @@ class SiglipVisionEmbeddings(Module):
         self.patch_embedding = PatchEmbedding(config.num_channels, config.patch_size, E, dtype)
         self.position_embedding = Embedding(config.num_patches, E, dtype)
 
+    @automatic_rows(3)
     def __call__(self, pixels: jax.Array, interpolate: bool) -> jax.Array:
         x = self.patch_embedding(pixels)  # [N, P, E]
         positions = jnp.arange(self.config.num_patches, dtype=jnp.int32)
@@ -234,6 +236,7 @@ class SiglipAttentionPooling(Module):
         self.layernorm = layer_norm(E, config.layer_norm_eps, dtypes)
         self.mlp = SiglipMLP(config, dtypes)
 
+    @automatic_rows(2)
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.attention(jnp.asarray(self.probe).astype(x.dtype), x)  # [N, 1, E]
         y = y + self.mlp(self.layernorm(y).astype(x.dtype))

@@ -45,6 +45,7 @@ from ..parts import (
     VisionConfig,
     VisionModel,
     VisionOutput,
+    automatic_rows,
     config_field,
     layer_norm,
     layer_number,
@@ -118,6 +119,7 @@ class ViTEmbeddings(Module):
         self.position_embeddings = Weight("position_embeddings", dtype, (1, count, E), cpu)
         self.patch_embeddings = ViTPatchEmbeddings(config, dtypes)
 
+    @automatic_rows(3)
     def __call__(self, pixels: jax.Array, interpolate: bool) -> jax.Array:
         x = self.patch_embeddings(pixels)  # [N, P, E]
         first, table = jnp.split(jnp.asarray(self.position_embeddings), [len(self.tokens)], axis=1)

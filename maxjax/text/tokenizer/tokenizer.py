@@ -86,7 +86,10 @@ class Tokenizer:
         special_tokens: the special tokens by their names in ``tokenizer_config.json``, e.g.
             "bos_token" → "<s>", also those of the model itself, such as "image_token".
         eos_ids: the ids of the tokens that end a text or an answer, by the tokenizer's files.
+        images: the image processor (``maxjax.images.ImageProcessor``) of a model that takes images; else None.
     """
+
+    images: Any = None
 
     def __init__(
         self,
@@ -400,7 +403,7 @@ class Tokenizer:
         default = self.chat_template
         if default and not lists_templates and default != listed.get("default"):
             found[TEMPLATE_FILE] = default
-        return found
+        return found if self.images is None else found | self.images.files()
 
     def _added(self) -> dict[str, dict[str, Any]]:
         """The added tokens by id, in the form that transformers writes."""

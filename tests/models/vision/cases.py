@@ -74,11 +74,15 @@ CASES = [
 ]  # fmt: skip
 
 
-def each(cases=None):
+# The first case of each kind of files.
+FIRST = {name: case for name, *case in reversed(CASES)}
+
+
+def each():
     """A parameter for each case; the first of each kind of files is in the default set, the others are extra."""
     seen, found = set(), []
     for number, (name, *rest) in enumerate(CASES):
-        marks = [pytest.mark.extra] if name in seen and number not in (cases or ()) else []
+        marks = [pytest.mark.extra] if name in seen else []
         seen.add(name)
         found.append(pytest.param(*rest, marks=marks, id=f"{name}-{number}"))
     return pytest.mark.parametrize("kind, config, settings", found)
