@@ -206,7 +206,9 @@ def load(
             with weights:
                 if not compared:
                     compared = True  # if this process reads again, the others may not
-                    digest = None if text is None else text.digest
+                    digest = (
+                        text.to_dict() if isinstance(text, ImageProcessor) else text and text.digest
+                    )
                     checkpoint = weights._family.open_table().sampled()
                     together.agree(checkpoint=checkpoint, tokenizer=digest, **model_facts(model))
                 if compile is None:

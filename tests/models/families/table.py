@@ -13,6 +13,7 @@ from typing import Any
 
 import maxjax
 from maxjax.models import EncoderConfig, all_families
+from maxjax.models.parts import LabelledConfig
 from maxjax.nn.kv_cache.kinds import LatentVectors, Shared, States
 from tests.models import decoders
 from tests.models.families.cases import Case, every
@@ -80,18 +81,15 @@ def rows(names: set[str] | None = None) -> list[tuple[str, ...]]:
     return sorted(found, key=lambda row: row[0].lower())
 
 
-def encoders() -> list[tuple[str, ...]]:
-    """The rows of the encoders: model type, and its classes without their tasks."""
-    found: dict[str, list[str]] = {}
+def encoders() -> str:
+    """The sentences that name the encoders and the models of images, by their model types."""
+    kinds = {"Encoders": EncoderConfig, "Models of [images](images.md)": LabelledConfig}
+    found: dict[str, dict[str, None]] = {name: {} for name in kinds}
     for one in all_families():
-        if issubclass(one.config, EncoderConfig):
-            names = found.setdefault(one.model_type, [])
-            names += [name for name in one.architectures if name not in names]
-    rows = []
-    for name, architectures in found.items():
-        bodies = dict.fromkeys(one.split("For")[0].removesuffix("Model") for one in architectures)
-        rows.append((f"`{name}`", ", ".join(f"`{one}…`" for one in bodies)))
-    return rows
+        name = next((name for name, kind in kinds.items() if issubclass(one.config, kind)), None)
+        if name is not None:
+            found[name][f"`{one.model_type}`"] = None
+    return "\n\n".join(f"{name}: {', '.join(listed)}." for name, listed in found.items()) + "\n"
 
 
 def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
@@ -110,7 +108,7 @@ def main(names: set[str]) -> None:
     every = {row[0]: tuple(row) for row in written()} if names else {}
     every |= {row[0]: row for row in rows(names or None)}
     lines = sorted(every.values(), key=lambda row: row[0].lower())
-    both = table(_HEAD, lines) + "\n" + table(("Encoder", "Classes"), encoders())
+    both = table(_HEAD, lines) + "\n" + encoders()
     PAGE.write_text(before + BEGIN + both + END + after)
 
 
