@@ -33,7 +33,14 @@ def stub() -> str:
     lines = [ast.unparse(node) for node in checked.body]
     for file, names in classes().items():
         lines += [f"from .{file} import {name} as {name}" for name in names.split()]
-    return "# Written by scripts/models_stub.py.\n" + "\n".join(sorted(lines, key=_order)) + "\n"
+    wrapped = map(_wrapped, sorted(lines, key=_order))
+    return "# Written by scripts/models_stub.py.\n" + "\n".join(wrapped) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    """An import as ruff formats it: in three lines if it has more than 100 characters."""
+    start, _, name = line.partition(" import ")
+    return line if len(line) <= 100 else f"{start} import (\n    {name},\n)"
 
 
 def _order(line: str) -> tuple[str, bool, list[str | int]]:
