@@ -34,7 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MOST_WORDS = 32_000
+MOST_WORDS = 32_100
 REASONS = {
     "does not end",
     "makes an environment",

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python="$PWD/.venv/bin/python"
-package="ray[data]>=2.60"
+package="ray[data,serve]>=2.60"
 wanted="$PWD $package"
 if [ "$(cat .ray/.done 2>/dev/null)" != "$wanted" ]; then
   echo "ray_pages.sh: installing Ray into .ray" >&2
@@ -23,6 +23,7 @@ export XDG_CACHE_HOME="${XDG_CACHE_HOME:-$HOME/.cache}"
 trap 'rm -rf "$home"' EXIT
 export HOME="$home" PYTHONPATH="$PWD" RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
 export RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=$((80 << 20))
+export RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60 RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S=60
 
 # Ray gives its processes 30 seconds to start, which may be too few where other steps run beside this one.
 for attempt in 1 2 3; do
