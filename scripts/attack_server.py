@@ -11,6 +11,7 @@ at random moments of an answer become free; the time is printed.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
@@ -90,6 +91,10 @@ def answer_to(address: tuple[str, int], data: bytes, half: bool) -> tuple[int | 
                 found += more
         except ConnectionError:
             pass
+        except OSError as error:
+            # It is ENOTCONN where the server has closed the connection before the client closes its side.
+            if error.errno != errno.ENOTCONN:
+                raise
     status = re.match(rb"HTTP/1\.1 (\d+)", found)
     return int(status[1]) if status else None, found, time.monotonic() - began
 

@@ -244,8 +244,10 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: Tokenizer | ImageProcessor) -> dict[str, bytes]:
-    """The files of a tokenizer or an image processor: name → content."""
-    return {name: text.encode() for name, text in tokenizer.files().items()}
+    """The files of a tokenizer with its image processor, or of an image processor: name → content."""
+    images = getattr(tokenizer, "images", None)
+    files = {**({} if images is None else images.files()), **tokenizer.files()}
+    return {name: text.encode() for name, text in files.items()}
 
 
 def flat_name(name: str) -> str:

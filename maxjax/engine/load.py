@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,8 @@ from .generate.defaults import read_defaults
 if TYPE_CHECKING:
     from ..graph import Model
 
+_LOG = logging.getLogger("maxjax")
+
 
 @overload
 def load(
@@ -65,6 +68,7 @@ def load(
     tokenizer: bool = True,
     tie: bool | None = None,
     mtp: bool = False,
+    vision: bool = True,
     activations: Literal["int8", "float"] | None = None,
     compile: None = None,
 ) -> tuple[PretrainedModel, Tokenizer | None]: ...
@@ -87,6 +91,7 @@ def load(
     tokenizer: bool = True,
     tie: bool | None = None,
     mtp: bool = False,
+    vision: bool = True,
     activations: Literal["int8", "float"] | None = None,
     compile: Sequence[Any],
 ) -> tuple[PretrainedModel, Tokenizer | None, Model]: ...
@@ -108,6 +113,7 @@ def load(
     tokenizer: bool = True,
     tie: bool | None = None,
     mtp: bool = False,
+    vision: bool = True,
     activations: Literal["int8", "float"] | None = None,
     compile: Sequence[Any] | None = None,
     **unknown: Any,
@@ -152,6 +158,8 @@ def load(
             two are not tied, and a warning says so.
         mtp: whether to load the model's layer of multi-token prediction too, with which
             ``speculation="mtp"`` guesses tokens. By default it is left out.
+        vision: whether to load the vision part of a vision-language model too, with which it takes pictures; False
+            loads the text model alone.
         activations: how kernels for CPUs multiply with quantised weights: ``"int8"`` rounds the
             activations to 8 bits in groups of 32 numbers, much as llama.cpp does; ``"float"`` keeps
             float activations, which takes several times as long. The default, None, is
@@ -201,7 +209,18 @@ def load(
         def once() -> Any:
             nonlocal compared
             weights, model, text = _prepared(
-                path, config, verify, cast_to, reduce, mesh, rules, tie, mtp, activations, tokenizer
+                path,
+                config,
+                verify,
+                cast_to,
+                reduce,
+                mesh,
+                rules,
+                tie,
+                mtp,
+                vision,
+                activations,
+                tokenizer,
             )
             with weights:
                 if not compared:
@@ -235,6 +254,7 @@ def _prepared(
     rules: Any,
     tie: Any,
     mtp: bool,
+    vision: bool,
     activations: str | None,
     tokenizer: bool,
 ) -> tuple[FileWeights, PretrainedModel, Tokenizer | None]:
@@ -260,7 +280,14 @@ def _prepared(
             if config is None and not isinstance(weights, GGUFWeights):
                 config = config_beside(folder)
             model = build(
-                weights, config, cast_to, reduce_dtype=reduce, stacked=False, tie=tie, mtp=mtp
+                weights,
+                config,
+                cast_to,
+                reduce_dtype=reduce,
+                stacked=False,
+                tie=tie,
+                mtp=mtp,
+                vision=vision,
             )
             if isinstance(model, (LanguageModel, VisionModel)):
                 model.stack_for(mesh)
@@ -275,6 +302,8 @@ def _prepared(
             text: Any = _tokenizer(weights, path, folder) if tokenizer else None
             if isinstance(model, VisionModel) and tokenizer:
                 text = _with_images(text, model, folder)
+            elif text is not None and getattr(model, "vision", None) is not None:
+                text.images = _image_processor(folder)
             if pooling is not None:
                 model.pooling = pooling
             if isinstance(model, LanguageModel):
@@ -303,6 +332,15 @@ def _with_images(
     if text is not None:
         text.images = images
     return text
+
+
+def _image_processor(folder: Files) -> ImageProcessor | None:
+    """The image processor of a model's folder; None if there is none, or if it is not supported, which is warned of."""
+    try:
+        return ImageProcessor.in_folder(folder)
+    except (UserInputError, UnsupportedModelError) as error:
+        _LOG.warning("the model takes text alone: %s", error)
+        return None
 
 
 def _with_dense(weights: GGUFWeights, pooling: Pooling | None) -> Pooling | None:

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UserInputError, printable
+from ..errors import CheckpointError, UserInputError, printable
 from ..paths import local_path
 from ..storage.files import open_regular
 from ..storage.limits import Limits, in_force, raising
@@ -118,7 +118,10 @@ def open_rgb(item: Any, limits: Limits | None = None) -> Image:
     item = _payload(item)
     if isinstance(item, (str, os.PathLike)) and not (isinstance(item, str) and _is_data(item)):
         path = local_path(item)
-        file = open_regular(path)
+        try:
+            file = open_regular(path)
+        except CheckpointError as error:
+            raise UserInputError(f"{printable(path)} is not a picture: {error.problem}") from error
         try:
             with os.fdopen(file.fd, "rb", closefd=False) as stream:
                 return _decoded(stream, printable(path), limits)

@@ -106,7 +106,7 @@ def chosen(model: Module, patterns: str | Iterable[str] | None) -> list[str]:
             for name in names
             if name.rsplit(".", 1)[-1] not in _HEADS
             and not head.fullmatch(f"{name}.weight")
-            and not name.startswith("mtp.")
+            and not name.startswith(("mtp.", "vision."))
         ]
         if not names:
             raise UserInputError(

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..dtype import DType
-from ..errors import CheckpointMismatchError, CheckpointMissingError, UserInputError, some
+from ..errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    UserInputError,
+    some,
+)
 from ..graph.weights import FileWeights, GGUFWeights, WeightData
 from ..graph.weights.given import data_of
 from ..paths import local_path
@@ -22,6 +28,7 @@ from .bounds import check_bounds
 from .config import check_labels, labels_of, read_config
 from .family import Family, PretrainedModel, one_head, tensors
 from .find import find_family, text_of
+from .multimodal import vision_class, with_sections
 from .names import matcher, unwrapped
 from .parts.encoder import Encoder
 from .parts.heads import CLASSIFY, TAG
@@ -46,6 +53,7 @@ def build(
     stacked: bool = True,
     tie: bool | None = None,
     mtp: bool = False,
+    vision: bool = True,
 ) -> PretrainedModel:
     """Builds a lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
 
@@ -69,6 +77,7 @@ def build(
             file holds a different head: then the head gets a weight of its own, and a warning is
             logged.
         mtp: whether the model has its layer of multi-token prediction.
+        vision: whether a vision-language model has its vision part, if maxjax has its architecture.
 
     Raises:
         UnsupportedModelError: the configuration names an architecture that maxjax does not support.
@@ -105,10 +114,18 @@ def build(
     main = _main(found) if dtype is None else DType.of(dtype)
     if dtype is None and quantization is not None:
         main = main_dtype(unquantised(found)) or DType.float32
+    kind = vision_class(whole) if vision else None
+    seen = {} if kind is None else _vision_tensors(family, kind, named)
+    if seen:
+        settings = with_sections(settings, whole)
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
     packed: set[str] = set()
     if mtp:
         found |= _make_mtp(model, named, None if given else weights._path)
+    if seen:
+        assert isinstance(model, LanguageModel) and kind is not None
+        model.vision = _vision(kind, whole, model, main_dtype(seen) or main, path)
+        found |= seen
     bias = family.tied[0].removesuffix("weight") + "bias"
     if raw is not whole and bias in model.raw_state_dict() and bias not in found:
         model.lm_head.bias = None  # the head of a multimodal model has none
@@ -148,6 +165,24 @@ def _make_mtp(model: Any, named: Mapping[str, Any], path: str | None) -> dict[st
             hint="Load it without mtp=True.",
         )
     return found
+
+
+def _vision_tensors(family: Family, kind: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of the vision part of a vision-language model, by the model's names; none if the file lacks it."""
+    read = family.names.with_vision(kind.names).read(named, family.model_type)
+    return {name: data for name, data in read.items() if name.startswith("vision.")}
+
+
+def _vision(
+    kind: Any, raw: Mapping[str, Any], model: LanguageModel, dtype: DType, path: Path | None
+) -> Any:
+    """The vision part of a model with this ``config.json``."""
+    try:
+        return kind(raw, model.config, dtype)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointFormatError(
+            f"the settings of the vision part: {error}", path=path
+        ) from None
 
 
 def _held_family(family: Family, named: Mapping[str, Any], path: str | None) -> Family:

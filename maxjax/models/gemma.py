@@ -73,6 +73,7 @@ from .parts import (
     split_heads,
     split_heads_over_mesh,
     with_defaults,
+    with_pictures,
 )
 
 _GELU = "gelu_pytorch_tanh"
@@ -565,7 +566,7 @@ class Gemma3Attention(Module):
         self.heads, self.kv_heads, self.head_dim = H, K, D
         self.scale, self.kind = config.query_pre_attn_scalar**-0.5, config.layer_types[layer]
         window = config.window(layer)
-        self.mask = CAUSAL if window is None else sliding(window)
+        self.mask = with_pictures(CAUSAL if window is None else sliding(window))
         if config.use_bidirectional_attention:
             self.mask = bidirectional(None if window is None else window // 2)
         self.q_proj = Linear(E, H * D, dtype, has_bias=bias)

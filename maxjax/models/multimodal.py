@@ -8,7 +8,8 @@ left out. In most multimodal models, ``text_config`` may be of any family.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal
 
 from ..errors import UnsupportedModelError, shown
@@ -53,6 +54,7 @@ class Wrapper:
         takes_any: whether the text model may be of any family; if not, it is always the same one.
         defaults: values for keys that a file leaves out, whichever the text model is.
         flat: whether old files hold the text model's settings at the top level, and not in ``text_config``.
+        vision: the class of the vision part: its file in ``models/vision`` and its name; "": there is none in maxjax.
     """
 
     text: str
@@ -61,6 +63,7 @@ class Wrapper:
     takes_any: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     flat: bool = False
+    vision: str = ""
 
     def text_model(self, name: str | None = None) -> TextModel | None:
         """Return the text model with a ``model_type`` in ``text_config``; None if no family has this type."""
@@ -105,9 +108,10 @@ _SIZES = {
 }
 
 
-def _only(text: TextModel, tied: Any = False, *, flat: bool = False) -> Wrapper:
+def _only(text: TextModel, tied: Any = False, *, flat: bool = False, vision: str = "") -> Wrapper:
     """A multimodal model whose text model is always the same."""
-    return Wrapper(text.model_type, tied, {text.model_type: text}, takes_any=False, flat=flat)
+    texts = {text.model_type: text}
+    return Wrapper(text.model_type, tied, texts, takes_any=False, flat=flat, vision=vision)
 
 
 _QWEN2 = TextModel(
@@ -157,14 +161,14 @@ _EITHER_LLAMA, _EITHER_QWEN2 = Wrapper("llama", "either"), Wrapper("qwen2", "eit
 # ``model_type`` of each multimodal model.
 WRAPPERS: dict[str, Wrapper] = {
     "qwen2_vl": _only(_QWEN2, "either", flat=True),
-    "qwen2_5_vl": _only(_QWEN2, "either", flat=True),
-    "qwen3_vl": _only(_QWEN3),
-    "qwen3_vl_moe": _only(_QWEN3_MOE),
+    "qwen2_5_vl": _only(_QWEN2, "either", flat=True, vision="qwen2_5_vl.Qwen25Vision"),
+    "qwen3_vl": _only(_QWEN3, vision="qwen3_vl.Qwen3Vision"),
+    "qwen3_vl_moe": _only(_QWEN3_MOE, vision="qwen3_vl.Qwen3Vision"),
     **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), _only(_OMNI)),
     **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), _only(_OMNI_MOE)),
-    "qwen3_5": _only(_QWEN35),
-    "qwen3_5_moe": _only(_QWEN35_MOE),
-    "gemma3": _only(_GEMMA3, True),
+    "qwen3_5": _only(_QWEN35, vision="qwen3_vl.Qwen3Vision"),
+    "qwen3_5_moe": _only(_QWEN35_MOE, vision="qwen3_vl.Qwen3Vision"),
+    "gemma3": _only(_GEMMA3, True, vision="gemma3.Gemma3Vision"),
     "gemma3n": _only(_GEMMA3N, True),
     "gemma4": _only(_GEMMA4, True),
     "llama4": _only(_LLAMA4),
@@ -174,20 +178,20 @@ WRAPPERS: dict[str, Wrapper] = {
     "kimi_k25": Wrapper("deepseek_v3", True, {"kimi_k2": _DEEPSEEK_V3}),
     "exaone4_5": Wrapper("exaone4", False, {"exaone4_5_text": _EXAONE4}),
     "voxtral": Wrapper("llama", defaults=_VOXTRAL),
-    **dict.fromkeys(("llava", "llava_next_video"), _EITHER_LLAMA),
+    "llava": Wrapper("llama", "either", vision="llava.LlavaVision"),
+    "llava_next_video": _EITHER_LLAMA,
     **dict.fromkeys(("llava_onevision", "fast_vlm", "video_llama_3"), _EITHER_QWEN2),
     "perception_lm": Wrapper("llama", "text"),
-    **dict.fromkeys(
-        ("llava_next", "video_llava", "vipllava", "idefics3", "smolvlm", "omniasr"),
-        Wrapper("llama"),
-    ),
+    "llava_next": Wrapper("llama", vision="llava_next.LlavaNextVision"),
+    **dict.fromkeys(("idefics3", "smolvlm"), Wrapper("llama", vision="idefics3.Idefics3Vision")),
+    **dict.fromkeys(("video_llava", "vipllava", "omniasr"), Wrapper("llama")),
     "idefics2": Wrapper("mistral"),
     **dict.fromkeys(
         ("qwen2_audio", "audioflamingo3", "musicflamingo", "vibevoice_asr"), Wrapper("qwen2")
     ),
     "qianfan_ocr": Wrapper("qwen3"),
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), Wrapper("qwen3_5_text")),
-    "mistral3": Wrapper("mistral", True),
+    "mistral3": Wrapper("mistral", True, vision="pixtral.Mistral3Vision"),
     **dict.fromkeys(("internvl", "got_ocr2", "ovis2"), Wrapper("qwen2", True)),
     **dict.fromkeys(
         ("glmasr", "deepseek_vl", "deepseek_vl_hybrid", "janus"), Wrapper("llama", True)
@@ -360,6 +364,23 @@ def _is_tied(wrapper: Wrapper, outer: Any, inner: Any) -> Any:
     return inner if isinstance(wrapper.tied, str) else wrapper.tied
 
 
+def vision_class(raw: Mapping[str, Any]) -> Any:
+    """The class of the vision part of a vision-language model; None if maxjax or the settings do not have it.
+
+    Example:
+        >>> vision_class({"model_type": "llava", "vision_config": {}}).__name__, vision_class({"model_type": "llama"})
+        ('LlavaVision', None)
+    """
+    wrapper = WRAPPERS.get(_kind(raw)) if isinstance(_kind(raw), str) else None
+    tower = _outer(raw).get("vision_config") if wrapper is not None else None
+    if wrapper is None or not wrapper.vision or not isinstance(tower, Mapping):
+        return None
+    is_pixtral = tower.get("model_type") == "pixtral" and _kind(raw) == "llava"
+    found = "pixtral.PixtralVision" if is_pixtral else wrapper.vision
+    file, name = found.split(".")
+    return getattr(import_module(f".vision.{file}", __package__), name)
+
+
 def is_multimodal(raw: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of a multimodal model whose text model is known."""
     return text_settings(raw) is not raw
@@ -375,13 +396,27 @@ def rope_sections(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """
     if not is_multimodal(raw):
         return ()
+    found = _rope_settings(raw).get("mrope_section")
+    if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found):
+        return ()
+    return tuple(found)
+
+
+def _rope_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of RoPE of the text model that have sections; empty if none have."""
     given = _outer(raw).get("text_config") or raw
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = given.get(name)
-        found = rope.get("mrope_section") if isinstance(rope, Mapping) else None
-        if isinstance(found, list) and all(type(one) is int and one >= 0 for one in found):
-            return tuple(found)
-    return ()
+    each = (given.get(name) for name in ("rope_scaling", "rope_parameters"))
+    return next((one for one in each if isinstance(one, Mapping) and "mrope_section" in one), {})
+
+
+def with_sections(config: Any, raw: Mapping[str, Any]) -> Any:
+    """Settings of a text model, whose RoPE knows of the rows and columns of images as the whole file says."""
+    sections = rope_sections(raw)
+    if not sections:
+        return config
+    alternate = _rope_settings(raw).get("mrope_interleaved") is True
+    rope = replace(config.rope_parameters, sections=sections, sections_alternate=alternate)
+    return replace(config, rope_parameters=rope)
 
 
 def deepstack_layers(raw: Mapping[str, Any]) -> int | None:

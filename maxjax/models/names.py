@@ -390,6 +390,41 @@ class DropLayers(NameRow):
         return [name for name in names if name.startswith(layers)]
 
 
+# How the names of a tower begin in older files.
+_TOWER = "vision_tower.vision_model."
+
+
+@dataclass(frozen=True)
+class VisionRow(NameRow):
+    """The tensors of the vision part of a vision-language model, which the model holds as ``vision``.
+
+    Attributes:
+        parts: how their names begin in files, after "model." or not.
+
+    Example:
+        >>> row = VisionRow(("visual",))
+        >>> row.model_name("model.visual.norm.weight"), row.file_names("vision.visual.norm.weight")[0]
+        ('vision.visual.norm.weight', 'model.visual.norm.weight')
+    """
+
+    parts: tuple[str, ...]
+
+    def model_name(self, name: str) -> str | None:
+        """See :class:`NameRow`."""
+        rest = name.removeprefix("model.")
+        if rest.partition(".")[0] not in self.parts:
+            return name
+        return "vision." + rest.replace(_TOWER, "vision_tower.", 1)
+
+    def file_names(self, name: str) -> list[str]:
+        """See :class:`NameRow`."""
+        rest = name.removeprefix("vision.")
+        if rest == name:
+            return [name]
+        old = rest.replace("vision_tower.", _TOWER, 1)
+        return list(dict.fromkeys([f"model.{rest}", rest, f"model.{old}", old]))
+
+
 # Scales of a KV cache in FP8, and of what is computed with it: without such a cache they have no effect.
 CACHE_SCALES = Drop(
     *(f"*.{one}_scale" for one in ("kv", "k", "v", "q", "prob", "output")), kept=True
@@ -615,6 +650,15 @@ class Names:
                 layer = Prefix({front: "mtp."}, written=True, in_modules=True)
                 rows[-1:] = DropLayers(*row.parts, but=number), copies, layer
         return Names(*rows)
+
+    def with_vision(self, parts: tuple[str, ...]) -> Names:
+        """This table for a model with the vision part of a vision-language model, whose names begin with ``parts``.
+
+        Example:
+            >>> Names(*MULTIMODAL).with_vision(("visual",)).read({"visual.norm": 1, "language_model.model.norm": 2})
+            {'vision.visual.norm': 1, 'model.norm': 2}
+        """
+        return Names(VisionRow(parts), *self.rows)
 
     @property
     def body(self) -> Body | None:

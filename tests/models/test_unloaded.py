@@ -66,11 +66,11 @@ def pretrained(folder):
 
 
 def seeing(folder, front="language_model.model.", head="language_model.lm_head."):
-    """A LLaVA, in the names of old files or of new ones."""
+    """A ViP-LLaVA, whose tower maxjax does not have, in the names of old files or of new ones."""
     model = Llama(LlamaConfig(60, 16, 24, num_hidden_layers=2, num_attention_heads=2))
     whole = {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
+        "architectures": ["VipLlavaForConditionalGeneration"],
+        "model_type": "vipllava",
         "image_token_index": 9,
     }
     config = lambda raw: {**whole, "text_config": raw, "vision_config": {"depth": 1}}
@@ -252,7 +252,8 @@ SEEING = {
                    DEPTH | {"deepstack_visual_indexes": [0]}),
     "Qwen3VL": ({}, DEPTH | {"deepstack_visual_indexes": [0]}),
     "Qwen2VL": ({}, {"depth": 1, "embed_dim": 16, "hidden_size": 32}),
-    "Qwen2_5_VL": ({}, DEPTH), "Gemma3": ({}, LAYERS | {"image_size": 28}), "Llava": ({}, LAYERS | {"image_size": 28}),
+    "Qwen2_5_VL": ({}, DEPTH), "Gemma3": ({}, LAYERS | {"image_size": 224, "patch_size": 14}),
+    "Llava": ({}, LAYERS | {"image_size": 28}),
     "Mistral3": ({}, LAYERS), "Glm4v": ({}, DEPTH), "Lfm2Vl": ({}, LAYERS),
 }  # fmt: skip
 

@@ -87,6 +87,7 @@ class Calls:
         self.vocab_size, self.shows = model.config.vocab_size, True
         self._has_masks, self._longest = has_masks, longest
         self._has_lengths = bool(model.config.ropes_by_length)
+        self._has_axes = model.config.has_axes
         self.platform = platform_of_arrays(memory.arrays)
         self.is_ragged = memory.has_whole_pages and not memory.is_recurrent
         if self.is_ragged and self.platform != "cpu":
@@ -133,6 +134,7 @@ class Calls:
         return TextRows.of(
             texts, width, self.memory.slots, vocab_size=self.vocab_size, finishes=finishes,
             has_lengths=self._has_lengths, has_masks=self._has_masks, has_mtp=self.memory.has_mtp,
+            has_axes=self._has_axes,
         )  # fmt: skip
 
     def widths(self, gathers: bool = False) -> list[int]:

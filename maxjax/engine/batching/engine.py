@@ -22,6 +22,7 @@ from ...rendering.row import bytes_text
 from ...storage.safetensors.writer import size_in_bytes
 from ..generate.checks import check_chunk, check_model
 from ..generate.request import Prompt, Request
+from ..pictures import SeenPictures
 from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
 from .adapters import Adapters
@@ -163,6 +164,7 @@ class Engine:
         scheduler.calls.shows = False
         self.slots = scheduler.slots
         self._longest = scheduler.longest
+        self._seen = SeenPictures()
         self._numbers = itertools.count()  # threads share it: each number is given once
         self._worker = _Worker(scheduler)
         _running.add(self._worker)
@@ -227,7 +229,7 @@ class Engine:
             self._worker.scheduler.adapters.find(adapter)
         request = Request(
             self.model, self.tokenizer, max_new_tokens, stop, eos_ids, sampling, values, chat, template_kwargs,
-            skip_special_tokens, shows_marks,
+            skip_special_tokens, shows_marks, self._seen,
         )  # fmt: skip
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an integer, not {type(priority).__name__}")

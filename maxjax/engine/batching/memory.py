@@ -187,7 +187,7 @@ class TextMemory:
         if text.is_lazy or (self.is_recurrent and self._snapshots is None):
             return []
         salt = repr((text.salt, text.loaded, text.text_length)).encode()
-        return self._pages[0].keys(text.tokens[:count], salt, text.keys or ())
+        return self._pages[0].keys(text.tokens[:count], salt, text.keys or (), text.pictures)
 
     def has(self, key: Key) -> bool:
         """Whether a page has this key."""
@@ -253,6 +253,8 @@ class TextMemory:
         """Gives a text its slot and pages, and those that it shares; False if there are too few."""
         # A prompt that is scored must be read as a whole.
         keys = [] if text.scores_prompt else text.keys or []
+        if text.pictures is not None:
+            keys = keys[: self._uncut(text, keys)]
         size = text.limit if self._is_exact else len(text.tokens)
         if text.slot is not None:  # it has what another one has left
             if self.add_pages(text, size):
@@ -272,6 +274,14 @@ class TextMemory:
                 return True
             self.release(text)
         return False
+
+    def _uncut(self, text: RunningText, keys: Sequence[Key]) -> int:
+        """The number of first pages that can be shared without a part of a picture that must be read as a whole."""
+        assert text.pictures is not None
+        count = max(pages.known(keys) for pages in self._pages)
+        while text.pictures.uncut(count * self.page_size) < count * self.page_size:
+            count -= 1
+        return count
 
     def add_pages(self, text: RunningText, tokens: int) -> bool:
         """Gives a text pages for so many tokens; False if there are too few."""
@@ -312,6 +322,10 @@ class TextMemory:
         read, least = before.tokens[: before.stored], len(text.tokens) - 1
         pairs = zip(read, text.tokens[:least], strict=False)
         count = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), least))
+        if text.pictures is not None:
+            count = text.pictures.uncut(min(count, text.pictures.common(before.pictures)))
+        elif before.pictures is not None:
+            count = min(count, before.pictures.common(None))
         is_other = (text.text_length[1], text.loaded) != (before.text_length[1], before.loaded)
         if is_other or (count < len(read) and self.is_recurrent):
             count = 0

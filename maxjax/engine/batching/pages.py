@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..pictures import Pictures
+
 Key = bytes
 
 
@@ -58,18 +60,23 @@ class Pages:
         """The number of pages of so many tokens; 0 in a pool without pages, whose model keeps no keys and values."""
         return -(-tokens // self.size) if self.count else 0
 
-    def keys(self, tokens: Sequence[int], salt: bytes, known: Sequence[Key] = ()) -> list[Key]:
+    def keys(
+        self, tokens: Sequence[int], salt: bytes, known: Sequence[Key] = (), pictures: Pictures | None = None
+    ) -> list[Key]:  # fmt: skip
         """The keys of the pages that these tokens fill.
 
         Args:
             tokens: token ids of a text, from its beginning.
             salt: what else decides the content of the pages.
             known: the keys of the first of them.
+            pictures: the pictures of the text.
         """
         found = list(known[: len(tokens) // self.size])
         key = found[-1] if found else salt
         for start in range(len(found) * self.size, len(tokens) - self.size + 1, self.size):
             page = np.asarray(tokens[start : start + self.size], np.int32).tobytes()
+            if pictures is not None:
+                page += pictures.digest(start, start + self.size)
             key = hashlib.blake2b(key + page, digest_size=16).digest()
             found.append(key)
         return found

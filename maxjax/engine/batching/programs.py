@@ -23,6 +23,7 @@ from ...nn.kv_cache.pages import PagedCache, PagePool
 from ...nn.layer.observe.loops import zeros
 from ...nn.layer.observe.programs import is_observed, tapped
 from ..bucket import bucket
+from ..pictures import Inputs
 from ..sampling.draw import Sampled
 from ..sampling.rows import RowSettings, Words, sample_rows
 from ..sampling.settings import GREEDY
@@ -65,6 +66,8 @@ class TextRows(NamedTuple):
         allowed: the tokens that may come next, bits as in ``sample_rows``; None where no text may have a grammar.
         found: number of its first tokens that it has found in pages of other texts, int32; None where no layer of
             multi-token prediction follows.
+        offsets: by how much positions for RoPE exceed numbers of tokens after its pictures, int32; None where RoPE
+            does not know of rows and columns.
     """
 
     slots: Any
@@ -77,12 +80,13 @@ class TextRows(NamedTuple):
     settings: RowSettings
     allowed: Any = None
     found: Any = None
+    offsets: Any = None
 
     @staticmethod
     def of(
         texts: Sequence[RunningText | None], width: int, slots: int, *, vocab_size: int,
         finishes: Sequence[bool] | None = None, has_lengths: bool = False, has_masks: bool = False,
-        has_mtp: bool = False,
+        has_mtp: bool = False, has_axes: bool = False,
     ) -> TextRows:  # fmt: skip
         """The arrays of these texts.
 
@@ -95,6 +99,7 @@ class TextRows(NamedTuple):
             has_lengths: whether RoPE depends on the length of a text.
             has_masks: whether texts may have grammars.
             has_mtp: whether a layer of multi-token prediction follows the texts.
+            has_axes: whether RoPE turns some pairs by rows and columns.
         """
         of = lambda get, rest: row_of(texts, get, rest)
         zero = np.int32(0)
@@ -115,19 +120,25 @@ class TextRows(NamedTuple):
             of(lambda text: text.limit, zero), of(lambda text: text.written, zero), done,
             of(lambda text: text.text_length[0], zero) if has_lengths else None,
             _settings(texts, vocab_size), allowed, of(lambda text: text.found, zero) if has_mtp else None,
+            of(_offset, zero) if has_axes else None,
         )  # fmt: skip
 
     def cache(self, memory: EngineMemory) -> PagedCache:
         """The cache of these texts."""
         return PagedCache(
-            memory.pool, self.table, self.lengths, self.slots, self.text_lengths, found=self.found
-        )
+            memory.pool, self.table, self.lengths, self.slots, self.text_lengths, found=self.found,
+            offsets=self.offsets,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=16)
 def _every_token(rows: int, vocab_size: int) -> np.ndarray:
     """The masks of texts without grammars; they are read alone."""
     return np.full((rows, mask_words(vocab_size)), 2**32 - 1, np.uint32)
+
+
+def _offset(text: RunningText) -> int:
+    return 0 if text.pictures is None else text.pictures.offset
 
 
 def row_of(
@@ -211,15 +222,19 @@ class Choosing(NamedTuple):
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def read(
-    model: Any, memory: EngineMemory, texts: TextRows, ids: jax.Array, counts: jax.Array, *,
-    how: Choosing, shardings: Shardings = None, patches: Any = (),
+    model: Any, memory: EngineMemory, texts: TextRows, ids: jax.Array, counts: jax.Array,
+    inputs: Inputs | None = None, *, how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
     """Reads ``counts`` ``[B]`` of the tokens ``ids`` ``[B, T]`` of each text, and samples the token after them.
+
+    Args:
+        inputs: what stands in place of tokens; None: nothing.
 
     Returns:
         The memory and the samples; and what captures of the model have recorded (``nn/layer/observe``).
     """
-    run = lambda: model(ids, texts.cache(memory), lengths=counts, last=True)
+    more = {} if inputs is None else inputs._asdict()
+    run = lambda: model(ids, texts.cache(memory), lengths=counts, last=True, **more)
     (logits, cache), taps = tapped(model, patches, run)
     last = jnp.take_along_axis(ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     texts = texts._replace(lengths=cache.lengths)
@@ -228,19 +243,22 @@ def read(
 
 @partial(jax.jit, static_argnames=("how", "shardings"), donate_argnums=1)
 def read_scored(
-    model: Any, memory: EngineMemory, texts: TextRows, ids: jax.Array, counts: jax.Array, targets: jax.Array, *,
-    how: Choosing, shardings: Shardings = None, patches: Any = (),
+    model: Any, memory: EngineMemory, texts: TextRows, ids: jax.Array, counts: jax.Array, targets: jax.Array,
+    inputs: Inputs | None = None, *, how: Choosing, shardings: Shardings = None, patches: Any = (),
 ) -> Any:  # fmt: skip
     """Reads tokens as :func:`read` does, and scores the tokens after each of them.
 
     Args:
         targets: the token after each, int32 ``[B, T]``.
+        inputs: what stands in place of tokens; None: nothing.
 
     Returns:
         The memory, and the samples with the TokenLosses of the targets; and what captures of the model have recorded.
     """
-    cache = texts.cache(memory)
-    (logits, cache), taps = tapped(model, patches, lambda: model(ids, cache, lengths=counts))
+    cache, more = texts.cache(memory), {} if inputs is None else inputs._asdict()
+    (logits, cache), taps = tapped(
+        model, patches, lambda: model(ids, cache, lengths=counts, **more)
+    )
     logits = replicated(logits, shardings)
     found = losses_of_logits(logits, targets, how.tops or 0, None)
     at = jnp.maximum(counts - 1, 0)[:, None]
@@ -275,10 +293,10 @@ def read_tokens(
     real = positions >= 0
     of_tokens = lambda array: jnp.take(array, text, axis=0, mode="clip")
     table, rows = of_tokens(texts.table), of_tokens(texts.slots)
-    lengths, found = jax.tree.map(of_tokens, (texts.text_lengths, texts.found))
-    cache = PagedCache(
-        memory.pool, table, jnp.maximum(positions, 0), rows, lengths, is_ragged=True, found=found
-    )
+    each = (texts.text_lengths, texts.found, texts.offsets)
+    lengths, found, offsets = jax.tree.map(of_tokens, each)
+    at = jnp.maximum(positions, 0)
+    cache = PagedCache(memory.pool, table, at, rows, lengths, True, found, offsets)
     run = lambda: model(ids[:, None], cache, lengths=real.astype(jnp.int32), last=ends)
     (logits, cache), taps = tapped(model, patches, run)
     last = jnp.take(ids, ends, axis=0)

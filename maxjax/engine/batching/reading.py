@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from ..bucket import bucket
+from ..pictures import Inputs
 from ..token_losses import TokenLosses, chunk_of
 from .calls import RAGGED, Calls
 from .dispatch import DispatchTokens
@@ -32,6 +33,8 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> Re
         if text.stage is Stage.READING and room > 0:
             until = next((cut for cut in text.cuts if cut > text.stored), len(text.tokens))
             count = min(until - text.stored, room)
+            if text.pictures is not None:
+                count = text.pictures.piece_end(text.stored, count) - text.stored
             if text.scores_prompt:  # all of their logits are in memory
                 fits = chunk_of(calls.memory.groups, chunk, calls.vocab_size)
                 count = min(count, max(fits, calls.memory.page_size))
@@ -60,7 +63,9 @@ def _joined(
     if calls.is_exact or calls.observer.is_observed or not calls.is_ragged:
         return []
     short = [
-        (text, n) for text, n in pieces if text.stored + n <= RAGGED and not text.scores_prompt
+        (text, n)
+        for text, n in pieces
+        if text.stored + n <= RAGGED and not text.scores_prompt and text.pictures is None
     ]
     if calls.platform == "cpu":
         return short
@@ -132,14 +137,22 @@ def _read_pieces(
     pairs = list(zip(texts, counts, strict=True))
     finishes = [text is not None and n == text.unread for text, n in pairs]
     arrays = calls.text_rows(texts, finishes, gathers=True)
+    inputs = Inputs.of(
+        [
+            (None, 0, 0) if text is None else (text.pictures, text.stored, int(n))
+            for text, n in pairs
+        ],
+        width,
+        calls.memory.model,
+    )
     again = any(text is not None and text.stored < text.recorded for text in texts)
     options = {"width": width, "counts": lambda _: counts, "keeps": not again}
     losses = None
     if is_scored:
-        found = calls.run(read_scored, texts, arrays, ids, counts, targets, **options)
+        found = calls.run(read_scored, texts, arrays, ids, counts, targets, inputs, **options)
         sampled, losses = found[0], jax.device_get(found[1])
     else:
-        sampled = calls.run(read, texts, arrays, ids, counts, **options)
+        sampled = calls.run(read, texts, arrays, ids, counts, inputs, **options)
     for row, (text, count) in enumerate(pairs):
         if text is not None:
             _mark_read(calls, text, int(count))

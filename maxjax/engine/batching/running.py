@@ -36,6 +36,7 @@ from ...nn.random_key import checked_key
 from ..generate.completion import PartialCompletion, token_logprobs
 from ..generate.request import Prompt, Request
 from ..isolation import isolated
+from ..pictures import Pictures
 from ..sampling.penalties import check_tokens
 from ..sampling.rows import RowSettings, uses_words
 from ..sampling.sequences import Sequences, sequences_of
@@ -77,6 +78,7 @@ class RunningText:
         on_end: function that is called with this object when it has ended.
         is_lazy: whether somebody else than the scheduler makes its :meth:`pieces`. It then keeps slot and pages when it
             has ended.
+        pictures: the pictures of its prompt; None for none.
         after: a lazy text that has ended, whose slot and pages this one takes over; tokens with which both begin are
             not read again.
 
@@ -104,13 +106,13 @@ class RunningText:
         prompt_logprobs: int | None = None,
         on_text: Callable[[str], None] = lambda piece: None,
         on_end: Callable[[RunningText], None] = lambda text: None, is_lazy: bool = False,
-        after: RunningText | None = None,
+        after: RunningText | None = None, pictures: Pictures | None = None,
     ):  # fmt: skip
         self.partial, self.limit, self.settings, self.bias = partial, limit, settings, bias
         self.sequences = sequences
         self.prompt_length, self.tokens = len(prompt), list(prompt)
         self.number, self.priority, self.salt, self.matcher = number, priority, salt, matcher
-        self.adapter, self._prompt_logprobs = adapter, prompt_logprobs
+        self.adapter, self._prompt_logprobs, self.pictures = adapter, prompt_logprobs, pictures
         self._losses: list[TokenLosses] = []
         self.loaded: LoadedAdapter | None = None
         self._on_text, self._on_end = on_text, on_end
@@ -263,6 +265,7 @@ def running_text(
         settings,
         bias=bias_of(sampling, size) if uses_words(sampling) else None,
         sequences=sequences,
+        pictures=prompt.pictures,
         **options,
     )
 

@@ -19,6 +19,7 @@ from ...lockstep import Lockstep
 from ...lora.side_by_side import Updates
 from ...models.parts.rotary import reading_length, same_until
 from ..isolation import isolated
+from ..pictures import Pictures
 from ..sampling.draw import Sampled
 from ..sampling.rows import MOST_LOGPROBS
 from .adapters import Adapters, LoadedAdapter
@@ -164,6 +165,8 @@ class Scheduler:
                 text.loaded = self.adapters.find(text.adapter)
             except UserInputError as error:
                 return text.end(error)
+        if text.pictures is not None and (problem := self._why_no_pictures(text.pictures)):
+            return text.end(UserInputError(f"prompt {text.number} has pictures: {problem}"))
         least = text.priority - again
         place = len(self.waiting)
         while place and self.waiting[place - 1].priority > least:
@@ -171,6 +174,16 @@ class Scheduler:
         self.waiting.insert(place, text)
         if text.is_cancelled:  # before it was in the queue
             self.has_cancelled = True
+
+    def _why_no_pictures(self, pictures: Pictures) -> str | None:
+        """Why texts with these pictures are not supported; None: they are."""
+        if self.speculation is not None and not isinstance(self.speculation, Lookups):
+            return "draft= and speculation='mtp' are not supported with them"
+        if self.calls.is_exact and pictures.are_whole:
+            return "exact=True is not supported for this model with them, as it must read a picture as a whole"
+        if self.calls.together.is_shared:
+            return "they are not supported where several processes share the model"
+        return None
 
     def step(self) -> None:
         """Starts, reads and continues texts; each gets its new tokens."""

@@ -73,6 +73,7 @@ def verify(
         each.text_lengths,
         is_ragged=width == 1,
         found=each.found,
+        offsets=each.offsets,
     )
     (logits, cache), taps = tapped(model, patches, lambda: model(ids, cache, lengths=counts))
     of_tokens = lambda a: jnp.repeat(a, width, axis=0)

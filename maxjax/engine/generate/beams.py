@@ -365,10 +365,10 @@ def _of_rows(cache: KVCache, rows: jax.Array) -> KVCache:
     """The cache with these rows, in this order."""
     states = jax.tree.map(lambda a: _take(a, rows, 1), cache.states)
     rest = {name: state for name, state in states.items() if name not in ("full", "sliding")}
-    texts = cache.text_lengths
+    take = lambda a: None if a is None else _take(a, rows, 0)
     return KVCache(
-        states["full"], states.get("sliding"), _take(cache.lengths, rows, 0), rest,
-        None if texts is None else _take(texts, rows, 0),
+        states["full"], states.get("sliding"), _take(cache.lengths, rows, 0), rest, take(cache.text_lengths),
+        take(cache.offsets),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ...lockstep import Lockstep
 from ...models.weights import model_facts
 from ...text.chat import answer_format, chat_prompt, is_message
 from ...text.tokenizer.arguments import check_is_tokenizer, check_unicode
+from ..pictures import Pictures, SeenPictures, pictures_in, placed_pictures, read_pictures
 from ..sampling.penalties import check_tokens
 from ..sampling.sequences import check_sequences
 from ..sampling.settings import Sampling, eos_token_ids
@@ -37,11 +38,13 @@ class Prompt(NamedTuple):
         text: the text that was encoded: a chat as its template formats it, or a text as it was given; None for
             token ids.
         is_chat: whether the template has formatted it.
+        pictures: its pictures; None for none.
     """
 
     ids: list[int]
     text: str | None
     is_chat: bool
+    pictures: Pictures | None = None
 
 
 class Request:
@@ -49,6 +52,7 @@ class Request:
 
     Attributes:
         longest: largest number of tokens of a text.
+        seen: the features of pictures that are kept.
         fills: whether the answer may be as long as there is room, because nobody has said how long it is.
     """
 
@@ -65,6 +69,7 @@ class Request:
         template_kwargs: Mapping[str, Any] | None = None,
         skip_special_tokens: bool = True,
         shows_marks: bool = False,
+        seen: SeenPictures | None = None,
     ):
         check_model(model)
         check_is_tokenizer(tokenizer)
@@ -76,6 +81,7 @@ class Request:
         self.template_kwargs = _template_kwargs(template_kwargs, chat)
         self._skip_special, self._shows_marks = skip_special_tokens, shows_marks
         self._has_warned = False
+        self.seen = SeenPictures() if seen is None else seen
         self._chat = _is_chat(chat, tokenizer, self.template_kwargs)
         chosen = chosen_sampling(defaults, sampling, values)
         self.sampling = resolved(chosen, tokenizer, model.config.vocab_size)
@@ -133,8 +139,14 @@ class Request:
 
     def of_messages(self, messages: Iterable[Any], **options: Any) -> Prompt:
         """Format and encode the messages of a chat; the template writes the special tokens."""
+        messages, items = pictures_in(messages)
+        inputs = read_pictures(self.model, self.tokenizer, items) if items else []
         text = chat_prompt(self.tokenizer, messages, **self.template_kwargs | options)
-        return Prompt(self.tokenizer.encode(text, special=False), text, True)
+        if items:
+            text = self.tokenizer.images.expand(text, inputs)
+        ids = self.tokenizer.encode(text, special=False)
+        pictures = placed_pictures(self.model, ids, inputs, self.seen) if items else None
+        return Prompt(ids, text, True, pictures)
 
     def _of_text(self, text: str, which: str) -> Prompt:
         if self.tokenizer is None:

@@ -223,6 +223,8 @@ def _answers(
         guesses = checked_guesses(model, together, speculation, draft)
         if beams is not None and guesses:
             raise beams.refused("speculation is not supported for beam search")
+        if beams is not None and any(one.pictures is not None for one in read):
+            raise beams.refused("pictures are not supported for beam search")
         if beams is not None:
             answers = beam_answers(request, read, beams, count, together, **options)
         else:
@@ -246,8 +248,9 @@ def _as_slots_are_free(
     try:
         for i, prompt in enumerate(read):
             scheduler.add(running_text(request, prompt, key, i, number=i, on_end=ended.append))
-        while scheduler.is_busy:
-            scheduler.step()
+        while scheduler.is_busy or ended:
+            if not ended:
+                scheduler.step()
             for text in ended:
                 if text.error is not None:
                     raise text.error

@@ -40,7 +40,9 @@ def chosen_types(
     weights = {n: w for n, w in model.raw_state_dict().items() if id(w) in able}
     shapes = {name: tuple(map(int, w.logical_shape)) for name, w in weights.items()}
     small = _small_tables(model, shapes)
-    wanted = _wanted(model, {n: shape for n, shape in shapes.items() if n not in small}, to)
+    seeing = {name for name in shapes if name.startswith("vision.")}
+    usual = {n: shape for n, shape in shapes.items() if n not in small | seeing}
+    wanted = _wanted(model, usual, to)
     for name, kind in _by_pattern(shapes, patterns):
         wanted[name] = kind
     types: dict[str, str] = {}
@@ -48,7 +50,8 @@ def chosen_types(
     for name, weight in weights.items():
         kind = wanted.get(name)
         if kind is None:
-            kept[name] = "a router or a small table" if name in small else "not asked for"
+            what = "a router or a small table" if name in small else "not asked for"
+            kept[name] = "of the vision part" if name in seeing else what
             continue
         packed = weight.spec.packing
         if packed is not None:

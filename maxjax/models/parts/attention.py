@@ -36,6 +36,11 @@ def bidirectional(radius: int | None = None) -> Mask:
     return Mask(radius, is_causal=False)
 
 
+def with_pictures(mask: Mask) -> Mask:
+    """Return the mask by which a token of a picture also attends to all other tokens of the same picture."""
+    return mask._replace(sees_pictures=True)
+
+
 def attend(
     q: jax.Array,
     k: jax.Array | None,

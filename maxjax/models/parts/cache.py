@@ -49,16 +49,89 @@ class Mask(NamedTuple):
         window: number of tokens of a window or a chunk; None: all tokens.
         chunked: whether the window is the chunk that the token is in, and not the tokens just before it.
         is_causal: whether a token attends only to itself and to earlier tokens.
+        sees_pictures: whether a token of a picture attends to all tokens of the same picture, later ones too.
     """
 
     window: int | None = None
     chunked: bool = False
     is_causal: bool = True
+    sees_pictures: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """What stands in place of the embeddings of some tokens: the features of pictures.
+
+    Attributes:
+        rows: features ``[N, E]``.
+        at: the row of each token, int32 ``[B, T]``; -1 for a token with an embedding of its own.
+        deepstack: features ``[n, N, E]`` that are added to the hidden states after each of the first n layers, at the
+            same tokens (L. Meng et al., arXiv:2406.04334); None: none are.
+
+    Example:
+        >>> features = Features(jnp.ones((1, 2)), jnp.array([[-1, 0, -1]]))
+        >>> features.put(jnp.zeros((1, 3, 2)))[0, :, 0].tolist()
+        [0.0, 1.0, 0.0]
+    """
+
+    rows: jax.Array
+    at: jax.Array
+    deepstack: jax.Array | None = None
+
+    def put(self, x: jax.Array) -> jax.Array:
+        """Return embeddings ``[B, T, E]``, or ``[B, E]`` for one token per sequence, with the features in place."""
+        at = self._at(x)
+        return jnp.where(at[..., None] >= 0, _rows(self.rows, at).astype(x.dtype), x)
+
+    def added(self, x: jax.Array, layer: Any) -> jax.Array:
+        """Return hidden states after a layer, of this index, with what is added there."""
+        if self.deepstack is None:
+            return x
+        count, at = self.deepstack.shape[0], self._at(x)
+        rows = jax.lax.dynamic_index_in_dim(
+            self.deepstack, jnp.minimum(layer, count - 1), keepdims=False
+        )
+        is_added = (at >= 0) & (layer < count)
+        return x + jnp.where(is_added[..., None], _rows(rows, at), 0).astype(x.dtype)
+
+    def _at(self, x: jax.Array) -> jax.Array:
+        return self.at[:, 0] if x.ndim == 2 else self.at
+
+
+def _rows(rows: jax.Array, at: jax.Array) -> jax.Array:
+    return jnp.take(rows, jnp.maximum(at, 0), axis=0, mode="clip")
+
+
+def blocks_of(at: jax.Array, starts: jax.Array) -> jax.Array:
+    """Return the positions ``[B, 2, T]`` of the first and the last token of the picture that each token belongs to.
+
+    A picture is a run of tokens with features; every other token is by itself.
+
+    Args:
+        at: the row of features of each token, int32 ``[B, T]``; -1 for none.
+        starts: position of each row's first token, int32 ``[B or 1]``.
+
+    Example:
+        >>> blocks_of(jnp.array([[-1, 0, 1, -1, 2]]), jnp.array([10]))[0].tolist()
+        [[10, 11, 11, 13, 14], [10, 12, 12, 13, 14]]
+    """
+    place = jnp.broadcast_to(jnp.arange(at.shape[1], dtype=jnp.int32), at.shape)
+    is_in = at >= 0
+    edge = jnp.zeros_like(is_in[:, :1])
+    begins = ~(is_in & jnp.concatenate([edge, is_in[:, :-1]], axis=1))
+    ends = ~(is_in & jnp.concatenate([is_in[:, 1:], edge], axis=1))
+    first = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
+    last = jax.lax.cummin(jnp.where(ends, place, at.shape[1]), axis=1, reverse=True)
+    return jnp.stack([first, last], axis=1) + starts[:, None, None]
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["starts", "counts", "text_lengths", "tokens", "numbers", "table"],
+    data_fields=[
+        *("starts", "counts", "text_lengths", "tokens", "numbers", "table"),
+        *("features", "axes", "blocks"),
+    ],
     meta_fields=[
         "length",
         "is_step",
@@ -90,6 +163,11 @@ class ForwardContext:
         table: the pages of each row, ``[B, M]``, for a ``PagedCache``; None for another cache.
         is_ragged: whether several rows of a decode step are tokens of one text (``PagedCache``).
         parts: number of parts into which a mesh splits a pool of pages, and the rows with it.
+        features: what stands in place of the embeddings of tokens, such as pictures; None: nothing.
+        axes: positions for RoPE ``[B, T, 3]``: a picture's tokens have a time, a row and a column. None: they are
+            those of the tokens in their text.
+        blocks: positions ``[B, 2, T]`` of the first and the last token of the picture that each token belongs to; for
+            other tokens both are its own. None: there are no pictures.
     """
 
     starts: jax.Array
@@ -106,6 +184,9 @@ class ForwardContext:
     table: jax.Array | None = None
     is_ragged: bool = False
     parts: int = 1
+    features: Features | None = None
+    axes: jax.Array | None = None
+    blocks: jax.Array | None = None
 
     @property
     def positions(self) -> jax.Array:
@@ -188,6 +269,14 @@ class LayerCache:
     def at(self, layer: Any, states: Any) -> Self:
         """Return the cache of another layer, with the states that the layer before it returned."""
         return dataclasses.replace(self, layer=layer, states=states, new=None)
+
+    def with_inputs(self, features: Features | None, axes: jax.Array | None) -> Self:
+        """Return the cache of a call with features in place of tokens, and other positions for RoPE."""
+        if features is None and axes is None:
+            return self
+        blocks = None if features is None else blocks_of(features.at, self.context.starts)
+        context = dataclasses.replace(self.context, features=features, axes=axes, blocks=blocks)
+        return dataclasses.replace(self, context=context)
 
     def write(self, k: jax.Array, v: jax.Array) -> Self:
         """Add the keys and values ``[B, (T,) K, D]`` of the tokens; the next :meth:`attend` stores them."""
@@ -494,7 +583,8 @@ class _Attention(NamedTuple):
 
     def _by_row(self, layout: CacheLayout, batch: int) -> tuple[ForwardContext, Any]:
         """The context without what differs between layers, and the PartitionSpecs of its arrays."""
-        context, rows = dataclasses.replace(self.context, numbers=None), PartitionSpec(layout.batch)
+        context = dataclasses.replace(self.context, numbers=None, features=None, axes=None)
+        rows = PartitionSpec(layout.batch)
         spec = lambda a: rows if a.shape[0] == batch else PartitionSpec()
         return context, jax.tree.map(spec, context)
 
@@ -660,6 +750,9 @@ class _Attention(NamedTuple):
         key_positions: jax.Array, part: CachePart | None = None, width: int | None = None,
     ) -> jax.Array:  # fmt: skip
         """Attend from queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
+        if self.mask.sees_pictures and self.context.blocks is not None:
+            run, positions = self._with_blocks(positions, key_positions)
+            return run.attend(q, cache, layer, positions, key_positions, part, width)
         mask, scores = self.mask, self.scores
         layout = self.layout(q.shape[0]) if part is None else None
         options: dict[str, Any] = {
@@ -680,6 +773,22 @@ class _Attention(NamedTuple):
             strided=division is not None and bool(division.entries[1]), division=division,
         )  # fmt: skip
         return y if part is None else part.results(y, None)
+
+    def _with_blocks(
+        self, positions: jax.Array, key_positions: jax.Array
+    ) -> tuple[_Attention, jax.Array]:
+        """Attention in which a token of a picture sees what the picture's last token sees, and positions for it.
+
+        A window begins before the token itself, or with the picture if that is earlier.
+        """
+        assert self.context.blocks is not None
+        window, scores = self.mask.window, self.scores
+        first, last = self.context.blocks[:, 0], self.context.blocks[:, 1]
+        if window is not None:
+            first = jnp.minimum(first, positions - (window - 1))
+            sees = key_positions[:, None, :] >= first[..., None]  # [B, T, S]
+            scores = scores._replace(chosen=sees)
+        return self._replace(mask=Mask(), scores=scores), last
 
     def _attend_by_weights(
         self, q: jax.Array, cache: Sequence[jax.Array], layer: Any, positions: jax.Array,

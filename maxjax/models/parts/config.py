@@ -511,6 +511,11 @@ class LanguageModelConfig(ArchitectureConfig):
         """The Ropes whose frequencies depend on the length of the text (LongRoPE, dynamic NTK)."""
         return [rope for rope in _ropes_of(self).values() if rope.depends_on_length]
 
+    @property
+    def has_axes(self) -> bool:
+        """Whether RoPE turns some pairs by the row and the column of a token, which differ in pictures."""
+        return any(rope.sections for rope in _ropes_of(self).values())
+
     def window(self, layer: int) -> int | None:
         """The number of tokens that a token attends to in a layer, itself included; None: all before it."""
         kinds = getattr(self, "layer_types", None)

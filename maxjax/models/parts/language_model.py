@@ -38,7 +38,7 @@ from ...rendering.row import bytes_text
 from ..family import PretrainedModel
 from ..weights import beside
 from .aliases import spelling
-from .cache import ForwardContext, LayerCache, no_cache, recurrent_place
+from .cache import Features, ForwardContext, LayerCache, no_cache, recurrent_place
 from .config import groups_of_config, shares
 from .layer_loop import is_faster_separate, kind_of, pattern
 from .mtp import KEPT, PredictsMore
@@ -59,10 +59,12 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
     Attributes:
         model: the model without its head; it has ``embed_tokens`` and ``layers``.
         lm_head: linear layer that computes the logits; None in a checkpoint without it.
+        vision: what turns pictures into features, ``models.vision.part.VisionPart``; None for a model of text alone.
     """
 
     model: Any
     lm_head: Any
+    vision: Any = None
     # Whether `stack_for` makes the layers separate on GPUs.
     separate_on_gpus: ClassVar[bool] = True
 
@@ -225,7 +227,7 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
             groups["full"] = (0, dataclasses.replace(kind, window=None), place)
         options = {
             "dtype": self.dtype if dtype is None else dtype, "abstract": abstract,
-            "has_text_lengths": bool(self.config.ropes_by_length),
+            "has_text_lengths": bool(self.config.ropes_by_length), "has_offsets": self.config.has_axes,
         }  # fmt: skip
         with beside(self):
             return KVCache.of(groups, batch=batch, capacity=capacity, **options)
@@ -332,15 +334,18 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
 
     @overload
     def __call__(
-        self, ids: Any, cache: None = None, *, lengths: Any = None, last: bool = False
-    ) -> jax.Array: ...
+        self, ids: Any, cache: None = None, *, lengths: Any = None, last: bool = False,
+        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None,
+    ) -> jax.Array: ...  # fmt: skip
     @overload
     def __call__(
-        self, ids: Any, cache: C, *, lengths: Any = None, last: bool | jax.Array = False
-    ) -> tuple[jax.Array, C]: ...
+        self, ids: Any, cache: C, *, lengths: Any = None, last: bool | jax.Array = False,
+        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None,
+    ) -> tuple[jax.Array, C]: ...  # fmt: skip
     def __call__(
-        self, ids: Any, cache: Any = None, *, lengths: Any = None, last: bool | jax.Array = False
-    ) -> Any:
+        self, ids: Any, cache: Any = None, *, lengths: Any = None, last: bool | jax.Array = False,
+        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None,
+    ) -> Any:  # fmt: skip
         """Token ids ``[B, T]`` → logits in float32, and the next cache if one is given.
 
         Args:
@@ -352,6 +357,13 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
                 logits are meaningless.
             last: whether to return only the logits of each row's last real token, ``[B, V]``; or the numbers
                 ``[n]`` of the rows whose last real token's logits are returned, ``[n, V]``.
+            features: vectors ``[N, E]`` that stand in place of the embeddings of some tokens, such as those of
+                pictures (``model.vision``).
+            at: the row of ``features`` that stands in place of each token, integers ``[B, T]``; -1 for a token that has
+                its own embedding. All tokens of a picture must be in one call.
+            positions: positions of the tokens for RoPE, integers ``[B, T]`` or ``[B, T, 3]`` (a time, a row and a
+                column); by default they are numbered. The next call goes on after the largest of them.
+            deepstack: features ``[n, N, E]`` that are added after each of the first n layers (Qwen3-VL).
 
         Returns:
             Logits ``[B, T, V]``; with a cache ``(logits, cache)``. Inside ``jax.jit``, logits of
@@ -367,12 +379,14 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         ids = self._checked(ids, cache)
         batch, length = ids.shape
         counts, keeps = self._counts(lengths, batch), cache is not None
+        given = self._features(features, at, deepstack, ids)
         if not keeps:
             cache = self._inner_cache(batch, length)
         if cache is not None:
             cache.check_room(length if counts is None else counts)
             ids, counts = jax.tree.map(lambda a: _sharded_as_rows(cache, a), (ids, counts))
-        view = self._view(cache, counts, length)
+        axes = self._axes(positions, cache, ids)
+        view = self._view(cache, counts, length).with_inputs(given, axes)
         after = view.context.starts + (length if counts is None else counts)
         self._check_positions(after, length if cache is None and counts is None else None)
         outgrown = None if cache is None else self._outgrown(cache, after)
@@ -402,15 +416,21 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         if outgrown is not None:
             logits = jnp.where(outgrown.reshape(-1, *(1,) * (logits.ndim - 1)), jnp.nan, logits)
         cache = cache.with_states(view.states, after)
+        if positions is not None and cache.offsets is not None:
+            cache = dataclasses.replace(cache, offsets=_offsets(axes, counts, after))
         return logits, cache if mtp is None else cache.with_mtp(mtp, after)
 
-    def states(self, ids: Any, *, lengths: Any = None) -> jax.Array:
+    def states(
+        self, ids: Any, *, lengths: Any = None, features: Any = None, at: Any = None, positions: Any = None,
+        deepstack: Any = None,
+    ) -> jax.Array:  # fmt: skip
         """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, the inputs of the head.
 
         Args:
             ids: integers ``[B, T]``.
             lengths: number of real tokens in each row, integers ``[B]``; by default all are real.
                 The others are padding on the right, and their states are meaningless.
+            features, at, positions, deepstack: as for a call of the model.
 
         Raises:
             UserInputError: as for a call of the model.
@@ -424,7 +444,10 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         """
         ids = self._checked(ids, None)
         counts = self._counts(lengths, ids.shape[0])
-        view = self._view(self._inner_cache(*ids.shape), counts, ids.shape[1])
+        given, axes = self._features(features, at, deepstack, ids), self._axes(positions, None, ids)
+        view = self._view(self._inner_cache(*ids.shape), counts, ids.shape[1]).with_inputs(
+            given, axes
+        )
         if view.context.real is not None:  # the padding must not affect anything, not even with NaN
             ids = jnp.where(view.context.real, ids, 0)
         self._check_positions(view.context.ends, ids.shape[1] if counts is None else None)
@@ -468,6 +491,61 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
                 context, table=cache.table, is_ragged=cache.is_ragged, parts=cache.pool.parts
             )
         return LayerCache(context, cache.states)
+
+    def _features(self, features: Any, at: Any, deepstack: Any, ids: jax.Array) -> Features | None:
+        """What stands in place of tokens, checked."""
+        if features is None and at is None and deepstack is None:
+            return None
+        if features is None or at is None:
+            raise UserInputError(
+                "features need at=, the row of features for each token, and at needs features"
+            )
+        rows, at = jnp.asarray(as_array(features)), jnp.asarray(as_array(at))
+        width = self.config.hidden_size
+        if rows.ndim != 2 or rows.shape[1] != width or not jnp.issubdtype(rows.dtype, jnp.floating):
+            raise UserInputError(
+                f"features must be floats [N, {width}], not {rows.dtype} of shape {rows.shape}"
+            )
+        if at.shape != ids.shape or not jnp.issubdtype(at.dtype, jnp.integer):
+            raise UserInputError(
+                f"at must be integers {list(ids.shape)}, one for each token, not {at.dtype} of shape {at.shape}"
+            )
+        if not isinstance(at, Tracer) and at.is_fully_addressable and int(at.max()) >= len(rows):
+            raise UserInputError(
+                f"at has row {int(at.max())}, and there are {len(rows)} rows of features"
+            )
+        if deepstack is not None:
+            deepstack = jnp.asarray(as_array(deepstack))
+            if deepstack.ndim != 3 or deepstack.shape[1:] != rows.shape:
+                raise UserInputError(
+                    f"deepstack must be [n, {len(rows)}, {width}], as features are, not {deepstack.shape}"
+                )
+        return Features(rows, at.astype(jnp.int32), deepstack)
+
+    def _axes(self, positions: Any, cache: Any, ids: jax.Array) -> jax.Array | None:
+        """The positions for RoPE ``[B, T]`` or ``[B, T, 3]``; None: those of the tokens in their texts."""
+        if positions is None:
+            if cache is None or cache.offsets is None:
+                return None
+            place = jnp.arange(ids.shape[1], dtype=jnp.int32)
+            return (cache.lengths + cache.offsets)[:, None] + place[None, :]
+        found = jnp.asarray(as_array(positions))
+        if found.shape not in (ids.shape, (*ids.shape, 3)) or not jnp.issubdtype(
+            found.dtype, jnp.integer
+        ):
+            raise UserInputError(
+                f"positions must be integers {list(ids.shape)} or {[*ids.shape, 3]}, not {found.dtype} of shape "
+                f"{found.shape}"
+            )
+        if self.position_limit is not None:
+            raise UserInputError(
+                f"{type(self).__name__} has learned positions, and takes no others: leave positions out"
+            )
+        if cache is not None and cache.offsets is None:
+            raise UserInputError(
+                f"positions= with a cache is for models with M-RoPE, not for this {type(self).__name__}"
+            )
+        return found.astype(jnp.int32)
 
     def _check_positions(self, after: jax.Array, length: Any) -> None:
         """Refuses texts longer than the learned positions, where lengths are known."""
@@ -560,6 +638,15 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
                 f"the cache has {text(found)}, and this model {text(wanted)}: make the cache with "
                 "model.cache(...)"
             )
+
+
+def _offsets(axes: Any, counts: jax.Array | None, after: jax.Array) -> jax.Array:
+    """By how much the position after the largest one exceeds the number of tokens, int32 ``[B]``."""
+    largest = axes if axes.ndim == 2 else axes.max(-1)
+    if counts is not None:
+        is_real = jnp.arange(largest.shape[1], dtype=jnp.int32)[None] < counts[:, None]
+        largest = jnp.where(is_real, largest, -1)
+    return largest.max(1) + 1 - after
 
 
 def _sharded_as_rows(cache: KVCache, array: jax.Array) -> jax.Array:

@@ -25,7 +25,8 @@ _LONGEST_PERIOD = 32
 def run_layers(layers: Any, x: Any, cache: C, *args: Any) -> tuple[Any, C]:
     """Run all layers in order: ``x, cache = layer(x, cache, *args)`` for each.
 
-    Layers that are stacked (a LayerStack) are compiled once and run as a loop.
+    Layers that are stacked (a LayerStack) are compiled once and run as a loop. Features of the call, as those of
+    pictures, are put in place of their tokens before the first layer.
 
     Args:
         layers: a LayerList or a LayerStack.
@@ -36,6 +37,8 @@ def run_layers(layers: Any, x: Any, cache: C, *args: Any) -> tuple[Any, C]:
     Returns:
         The hidden states after the last layer, and the cache.
     """
+    if (features := cache.context.features) is not None:
+        x = features.put(x)
     carry, rest = (x, cache.states), cache.at(0, {})
     if isinstance(layers, LayerStack):
         x, states = layers.scan(carry, index="number", call=_run_layer, rest=rest, args=args)
@@ -51,6 +54,8 @@ def run_layers(layers: Any, x: Any, cache: C, *args: Any) -> tuple[Any, C]:
 def _run_layer(layer: Module, carry: Any, rest: Any, args: Any, number: Any) -> tuple[Any, Any]:
     x, states = carry
     x, cache = layer(x, rest.at(number, states), *args)
+    if rest.context.features is not None:
+        x = rest.context.features.added(x, number)
     return x, cache.states
 
 

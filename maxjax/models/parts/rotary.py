@@ -89,6 +89,10 @@ class Rope:
         part: share of a head's features that are rotated: the first ones; the others are not changed.
         interleaved: whether neighbouring features form pairs (GPT-J, GLM-4, Cohere); otherwise the
             first half of the rotated features forms pairs with the second.
+        sections: numbers of pairs that turn by a token's time, row and column, where these differ (M-RoPE,
+            arXiv:2409.12191); () if there is one position.
+        sections_alternate: whether pairs of the three kinds alternate as long as there are any of a kind, and all
+            others turn by the time (Qwen3-VL); otherwise they follow one another.
 
     Example:
         >>> cos, sin = Rope().cos_sin(jnp.array([[0, 1, 2]]), jnp.array([3]), 8)
@@ -101,6 +105,8 @@ class Rope:
     magnitude: float = 1.0
     part: float = 1.0
     interleaved: bool = False
+    sections: tuple[int, ...] = ()
+    sections_alternate: bool = False
 
     def rotated(self, width: int) -> int:
         """The number of rotated features of a head of this width."""
@@ -149,7 +155,7 @@ class Rope:
         """cos and sin of the angle of each pair of features that is rotated.
 
         Args:
-            positions: integers ``[B, T]``.
+            positions: integers ``[B, T]``, or ``[B, T, 3]``: a time, a row and a column.
             lengths: length of each sequence, integers ``[B]``. Two variants (dynamic, LongRoPE) choose
                 their frequencies by it, for each row independently.
             width: D, the width of a head.
@@ -158,7 +164,11 @@ class Rope:
             Two arrays ``[B, T, R/2]`` in float32, where R is ``rotated(width)``.
         """
         width = self.rotated(width)
-        wide = positions.astype(jnp.float32)[..., None]  # [B, T, 1]
+        if positions.ndim == 3:  # of each pair
+            positions = positions[..., self._axis_of_pair(width // 2)]
+        else:
+            positions = positions[..., None]
+        wide = positions.astype(jnp.float32)  # [B, T, 1 or R/2]
         angles = wide * jnp.asarray(self._freqs(width))[None, None, :]
         lengths = lengths.astype(jnp.float32)[:, None, None]  # [B, 1, 1]
         if isinstance(self.scaling, LongRoPEScalingParams):
@@ -172,10 +182,23 @@ class Rope:
     def angles(self, cache: LayerCache, head_dim: int) -> Angles:
         """Return the angles of the tokens of a call, for heads of this width; see :func:`rope`."""
         context = cache.context
-        cos, sin = self.cos_sin(context.rows_of_positions, context.text_lengths, head_dim)
+        at = context.rows_of_positions if context.axes is None else context.axes
+        cos, sin = self.cos_sin(at, context.text_lengths, head_dim)
         if context.is_step:
             cos, sin = cos[:, 0], sin[:, 0]
         return Angles(cos, sin, self.interleaved)
+
+    def _axis_of_pair(self, pairs: int) -> np.ndarray:
+        """The axis by whose position each pair turns: 0, 1 or 2, integers ``[pairs]``."""
+        if not self.sections:
+            return np.zeros(pairs, np.int32)
+        if not self.sections_alternate:
+            return np.repeat(np.arange(len(self.sections), dtype=np.int32), self.sections)
+        place = np.arange(pairs)
+        found = np.zeros(pairs, np.int32)
+        for axis in (1, 2):
+            found[(place % 3 == axis) & (place < 3 * self.sections[axis])] = axis
+        return found
 
     def to_hf(self, default: Any = None) -> dict[str, Any]:
         """Return the settings as a ``config.json`` has them; ``default`` is the architecture's own Rope."""
@@ -351,7 +374,7 @@ def read_rope(
     Example:
         >>> read_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, 64)
         Rope(theta=500000.0, scaling=LinearScalingParams(factor=2.0), magnitude=1.0, part=1.0,
-             interleaved=False)
+             interleaved=False, sections=(), sections_alternate=False)
         >>> read_rope({"partial_rotary_factor": 0.25}, 64, part=0.5).part
         0.25
     """

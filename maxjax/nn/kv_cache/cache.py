@@ -48,6 +48,8 @@ class KVCache(Rendered):
         text_lengths: for models whose RoPE depends on the length of the text (LongRoPE, dynamic NTK),
             the length for which the keys of each row are rotated, int32 ``[B]``; of a row without tokens,
             the length that :meth:`for_texts` has set, or 0. None for other models.
+        offsets: for models in which the tokens of a picture have a row and a column, by how much the position of the
+            next token for RoPE exceeds the number of stored tokens, int32 ``[B]``. None for other models.
 
     Keys are stored after rotary embedding. In int8 each row of D numbers has one scale in float32,
     which takes (D + 4) / 2 D of the memory of bfloat16, 53 % for D = 64. Measured on five random
@@ -70,6 +72,7 @@ class KVCache(Rendered):
     lengths: jax.Array
     more: Mapping[str, Slots | Latent | Recurrent] = dataclasses.field(default_factory=dict)
     text_lengths: jax.Array | None = None
+    offsets: jax.Array | None = None
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class KVCache(Rendered):
         dtype: Any = DType.float32,
         abstract: bool = False,
         has_text_lengths: bool = False,
+        has_offsets: bool = False,
     ) -> KVCache:
         """An empty cache of the given groups of layers.
 
@@ -88,7 +92,7 @@ class KVCache(Rendered):
             groups: by name, the number of layers, the kind of their state, and its Place. A group "full" is
                 required; it has 0 layers if none attends to all tokens.
             batch, capacity, dtype, abstract: as for :meth:`empty`.
-            has_text_lengths: whether there are ``text_lengths``.
+            has_text_lengths, has_offsets: whether there are ``text_lengths`` and ``offsets``.
 
         Raises:
             UserInputError: a size is not a positive number; or ``dtype`` is neither a float nor int8,
@@ -116,8 +120,9 @@ class KVCache(Rendered):
             spec = (*sharding.spec, None, None)
             per_row = NamedSharding(sharding.mesh, PartitionSpec(spec[1]))
         lengths = zeros((batch,), jnp.int32, device=per_row)
-        texts = zeros((batch,), jnp.int32, device=per_row) if has_text_lengths else None
-        return cls(states.pop("full"), states.pop("sliding", None), lengths, states, texts)
+        row = lambda is_there: zeros((batch,), jnp.int32, device=per_row) if is_there else None
+        own = (states.pop("full"), states.pop("sliding", None), lengths, states)
+        return cls(*own, row(has_text_lengths), row(has_offsets))
 
     @classmethod
     def empty(
@@ -174,11 +179,14 @@ class KVCache(Rendered):
 
     def with_states(self, states: Mapping[str, Any], lengths: jax.Array) -> KVCache:
         """A copy of this cache with other states, under the same names, and other lengths."""
-        rest, texts = dict(states), None
+        rest, texts, offsets = dict(states), None, self.offsets
         if self.text_lengths is not None:
             emptied = (self.lengths > 0) & (lengths == 0)
             texts = jnp.where(emptied, 0, self.read_for(lengths))
-        return KVCache(rest.pop("full"), rest.pop("sliding", None), lengths, rest, texts)
+        if offsets is not None:
+            offsets = jnp.where(lengths == 0, 0, offsets)
+        own = (rest.pop("full"), rest.pop("sliding", None), lengths, rest)
+        return KVCache(*own, texts, offsets)
 
     def for_texts(self, lengths: Any) -> KVCache:
         """A copy of this cache whose rows without tokens are for texts of these lengths.
@@ -334,7 +342,8 @@ class KVCache(Rendered):
 
         Returns:
             The cache; or None if sliding layers have overwritten tokens that the next token attends to,
-            or if a recurrent state would have to forget some tokens, but not all.
+            if a recurrent state would have to forget some tokens, but not all, or if it is not known at which position
+            of a text with pictures (``offsets``) the next token would be.
 
         Raises:
             UserInputError: ``lengths`` have the wrong shape or dtype, or are out of range.
@@ -352,6 +361,10 @@ class KVCache(Rendered):
             )
         if not all(state.holds(stored, kept).all() for state in self.states.values()):
             return None
+        if self.offsets is not None:
+            moved = (kept > 0) & (kept < stored) & (np.asarray(self.offsets) != 0)
+            if moved.any():
+                return None
         rewound = put(kept.astype(np.int32), self.lengths.sharding)
         states = {name: state.rewound(kept) for name, state in self.states.items()}
         return self.with_states(states, rewound)

@@ -145,6 +145,7 @@ class PagedCache:
         is_ragged: whether several sequences of the call are tokens of the same text, one after the other: each token
             is then stored before any attends.
         found: number of first tokens of each sequence that are in pages of other ones, int32 ``[B]``; None: none are.
+        offsets: as in ``KVCache``; None: all are 0.
     """
 
     pool: PagePool
@@ -154,6 +155,7 @@ class PagedCache:
     text_lengths: jax.Array | None = None
     is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
     found: jax.Array | None = None
+    offsets: jax.Array | None = None
 
     @property
     def batch(self) -> int:
