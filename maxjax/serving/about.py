@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ..engine.pictures import pictures_in
 from ..text.chat import chat_prompt
 from .context import RequestContext
-from .errors import RequestError, checking
+from .errors import RequestError, checking, unsupported
 from .fields import DetokenizeRequest, TokenizeRequest, decoded
 from .messages import chat_of, template_variables, tools_of
 
@@ -44,6 +45,8 @@ async def tokenize(context: RequestContext) -> dict[str, Any]:
         )
     else:
         chat = chat_of(body.messages, tokenizer)
+        if pictures_in(chat)[1]:
+            raise unsupported("messages", "a picture in /tokenize")
         options = template_variables(body.chat_template_kwargs)
         if body.tools:
             options["tools"] = tools_of(body.tools)

@@ -12,6 +12,8 @@ from .fields import Message, Tool
 
 # Types of parts that are texts, and the field that has the text.
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Types of parts that are pictures: of /v1/chat/completions and of /v1/responses.
+_PICTURES = ("image_url", "input_image")
 
 
 def chat_of(messages: Sequence[Message], tokenizer: Any) -> list[dict[str, Any]]:
@@ -31,7 +33,7 @@ def _message(index: int, message: Message, knows_developer: bool) -> dict[str, A
         role = "system"
     found: dict[str, Any] = {
         "role": role,
-        "content": _text(message.content, f"messages[{index}].content"),
+        "content": _content(message.content, f"messages[{index}].content"),
     }
     if found["content"] is None and message.refusal:
         found["content"] = message.refusal
@@ -45,10 +47,34 @@ def _message(index: int, message: Message, knows_developer: bool) -> dict[str, A
     return found
 
 
-def _text(content: str | list[dict[str, Any]] | None, place: str) -> str | None:
+def _content(content: str | list[dict[str, Any]] | None, place: str) -> Any:
+    """A text, or with pictures a list of parts."""
     if content is None or isinstance(content, str):
         return content
-    return "\n".join(_of_part(part, f"{place}[{i}]") for i, part in enumerate(content))
+    if not any(part.get("type") in _PICTURES for part in content):
+        return "\n".join(_of_part(part, f"{place}[{i}]") for i, part in enumerate(content))
+    found = []
+    for i, part in enumerate(content):
+        if part.get("type") in _PICTURES:
+            found.append({"type": "image", "image": _picture(part, f"{place}[{i}]")})
+        else:
+            found.append({"type": "text", "text": _of_part(part, f"{place}[{i}]")})
+    return found
+
+
+def _picture(part: dict[str, Any], place: str) -> str:
+    """The address of a picture, which holds the picture itself: nothing is fetched, and no file is opened."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    name = f"{place}.image_url"
+    if not isinstance(url, str):
+        raise RequestError(400, f"{name} must be an address: data:image/…;base64,…", param=name)
+    if not url[:5].lower() == "data:":
+        raise unsupported(
+            name,
+            f"{name}: an address that is not data:image/…;base64,…, as pictures are not fetched,",
+        )
+    return url
 
 
 def _of_part(part: dict[str, Any], place: str) -> str:

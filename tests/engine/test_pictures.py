@@ -46,8 +46,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small LLaVA with its tokenizer and its image processor."""
-    path = tmp_path_factory.mktemp("llava")
+    return write_model(tmp_path_factory.mktemp("llava"))
+
+
+def write_model(path):
+    """Writes a small LLaVA with its tokenizer and its image processor."""
     words = {f"w{i}": i for i in range(40) if i != IMAGE} | {"<image>": IMAGE}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,5 +1,7 @@
 """/v1/chat/completions: the answers are the engine's, in the form of OpenAI's API."""
 
+import base64
+import io
 import json
 
 import msgspec
@@ -9,6 +11,7 @@ from starlette.testclient import TestClient
 import maxjax
 from maxjax.serving.app import app
 from maxjax.serving.fields import REFUSED, WITHOUT_EFFECT, ChatRequest
+from tests.engine.test_pictures import asked, picture, write_model
 from tests.serving.conftest import QUESTION, ask, events, server_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
@@ -350,7 +353,7 @@ INVALID = {
     "no messages": ({"messages": []}, "messages"),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0].content"),
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-                "messages[0].content[0]"),
+                "messages[0].content[0].image_url"),
     "part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
     "type": ({"temperature": "hot"}, "temperature"),
     "no tokens": ({"max_tokens": 0}, "max_tokens"),
@@ -390,3 +393,49 @@ def test_what_the_engine_refuses_is_an_error_of_the_request(client):
     long = ask(client, messages=[{"role": "user", "content": "a" * 3000}])
     assert long.status_code == 400 and "256" in long.json()["error"]["message"]
     assert ask(client, model="other").json()["error"]["code"] == "model_not_found"
+
+
+def test_pictures_come_with_the_request(tmp_path, client):
+    """They are data: addresses; the answer is the engine's, and a model of text alone refuses them."""
+    image = pytest.importorskip("PIL.Image").fromarray(picture())
+    data = io.BytesIO()
+    image.save(data, "png")
+    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    text = {"type": "text", "text": "w1 w2"}
+    content = [{"type": "image_url", "image_url": {"url": url}}, text]
+    body = {
+        "model": "llava",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    model, tokenizer = maxjax.load(write_model(tmp_path))
+    with maxjax.Engine(model, tokenizer, slots=2) as engine:
+        seeing = TestClient(app(engine, name="llava"))
+        found = seeing.post("/v1/chat/completions", json=body).json()
+        assert "error" not in found, found
+        assert found["usage"]["prompt_tokens"] == 18
+        expected = engine.submit(asked(picture()), max_new_tokens=4, temperature=0).result()
+        assert found["choices"][0]["message"]["content"] == str(expected)
+        item = {"type": "input_image", "image_url": url}
+        more = {
+            "model": "llava",
+            "input": [{"role": "user", "content": [item, {**text, "type": "input_text"}]}],
+        }
+        again = seeing.post(
+            "/v1/responses", json={**more, "max_output_tokens": 4, "temperature": 0}
+        ).json()
+        assert again["output"][0]["content"][0]["text"] == str(expected)
+        for wrong in (
+            "data:image/png;base64,AAAA",
+            "file:///etc/passwd",
+            "https://localhost/a.png",
+            "a.png",
+        ):
+            content[0]["image_url"]["url"] = wrong
+            assert seeing.post("/v1/chat/completions", json=body).status_code == 400
+        del body["max_tokens"], body["temperature"]
+        content[0]["image_url"]["url"] = url
+        assert seeing.post("/tokenize", json=body).status_code == 400
+    body["model"] = "tiny"
+    assert client.post("/v1/chat/completions", json=body).status_code == 400
