@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import maxjax
 from maxjax import kernels
 from maxjax.graph import DeviceRef, Weight
 
@@ -133,3 +134,20 @@ def test_narrow_floats_of_ml_dtypes():
     assert (
         kernels.matmul(jnp.ones((2, 3), jnp.bfloat16), w.astype("bfloat16")).dtype == jnp.bfloat16
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("rows", [5, 7, 9])
+def test_a_row_has_the_same_bits_in_each_place(dtype, rows):
+    """So that an answer does not depend on its place among others (``Engine(exact=True)``)."""
+    draw = np.random.default_rng(0)
+    weight = draw.normal(size=(33, 96)).astype(np.float32)
+    x = jnp.asarray(draw.normal(size=(1, 96)), "float32" if dtype == "q8_0" else dtype)
+    if dtype == "q8_0":
+        linear = maxjax.nn.Linear(96, 33)
+        linear.load_state_dict({"weight": weight})
+        linear, _ = maxjax.quantize(linear, "q8_0")
+    else:
+        linear = lambda x: kernels.matmul(x, jnp.asarray(weight, dtype))
+    found = np.asarray(jax.jit(linear)(jnp.repeat(x, rows, axis=0)))
+    assert (found == found[:1]).all()

@@ -49,14 +49,15 @@ constexpr int64_t kStreamAhead = 2048;
 //
 // A sum is kept in one vector, or in several vectors if there are few sums: an addition takes about
 // four times as long as it takes until the next one can start. After kRun elements it is added to
-// `total` and starts again, as adding a number to a large sum loses more of its bits.
-template <class P, int R, int C, Ahead ahead = Ahead::none, class Out = double>
+// `total` and starts again, as adding a number to a large sum loses more of its bits. Tiles with the
+// same kSums add in the same order.
+template <class P, int R, int C, Ahead ahead = Ahead::none, class Out = double, int kSums = R * C>
 void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, int64_t depth,
           Out* out, int64_t out_stride) {
   typedef typename P::W W;
   const W* w = static_cast<const W*>(w_);
   const typename P::X* x = static_cast<const typename P::X*>(x_);
-  constexpr int kSplit = R * C == 1 ? 4 : R * C < 4 ? 2 : 1;
+  constexpr int kSplit = kSums == 1 ? 4 : kSums < 4 ? 2 : 1;
   constexpr int64_t kStride = kSplit * P::kStep, kRun = (kSplit > 1 ? 8 : kInARow) * kStride;
   vec acc[kSplit][C * R], total[C * R];
   #pragma GCC unroll 64
@@ -131,12 +132,13 @@ void tile(const void* w_, int64_t w_stride, const void* x_, int64_t x_stride, in
 
 typedef void (*Tile)(const void*, int64_t, const void*, int64_t, int64_t, double*, int64_t);
 
-// The tile function of R rows of weights and `tokens` rows of activations, at most C.
+// The tile function of R rows of weights and `tokens` rows of activations, at most C. The last tokens,
+// of which there may be fewer, get the same bits as the others: an answer must not depend on its place.
 template <class P, int R, int C, Ahead ahead = Ahead::none>
 inline Tile tile_of(int64_t tokens) {
   if constexpr (C > 1)
     if (tokens < C) return tile_of<P, R, C - 1, ahead>(tokens);
-  return tile<P, R, C, ahead>;
+  return tile<P, R, C, ahead, double, R * kTileTokens>;
 }
 
 // Number of products that are summed in float; longer sums add up such sums in double.
