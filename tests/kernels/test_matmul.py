@@ -146,8 +146,9 @@ def test_a_row_has_the_same_bits_in_each_place(dtype, rows):
     if dtype == "q8_0":
         linear = maxjax.nn.Linear(96, 33)
         linear.load_state_dict({"weight": weight})
-        linear, _ = maxjax.quantize(linear, "q8_0")
+        layer, _ = maxjax.quantize(linear, "q8_0")
     else:
-        linear = lambda x: kernels.matmul(x, jnp.asarray(weight, dtype))
-    found = np.asarray(jax.jit(linear)(jnp.repeat(x, rows, axis=0)))
+        layer = jnp.asarray(weight, dtype)
+    call = lambda w, x: w(x) if dtype == "q8_0" else kernels.matmul(x, w)
+    found = np.asarray(jax.jit(call)(layer, jnp.repeat(x, rows, axis=0)))
     assert (found == found[:1]).all()
