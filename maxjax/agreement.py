@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import time
@@ -303,6 +304,69 @@ class Rounds:
             spent.append(f"{self._prefix}/{self._number}")
         self._number, self.given = self._number + 1, False
 
+
+class Messages:
+    """Texts that the first of several processes sends to the others, which get all of them in this order.
+
+    Sending waits for nobody, unlike a round.
+
+    Args:
+        name: distinguishes these messages from others among the same processes.
+        members: ids of the processes.
+    """
+
+    def __init__(self, service: Coordinator, name: str, members: Sequence[int]):
+        self._service, self._group = service, "_".join(map(str, members))
+        self._prefix = f"maxjax/messages/{self._group}/{name}"
+        self._number = self._deleted = 0  # of the next message, and of the next part to delete
+        self._received = 0  # number of messages that all processes have received
+
+    def _part(self, part: int) -> str:
+        return f"{self._prefix}/{part}"
+
+    def _key(self) -> str:
+        return f"{self._part(self._number // _KEPT_MESSAGES)}/{self._number}"
+
+    def send(self, phase: str, text: str) -> None:
+        """Sends a message.
+
+        Raises:
+            PeerLostError: the coordination service is gone.
+        """
+        client = self._service.client
+        try:
+            client.key_value_set(self._key(), text)
+            self._number += 1
+            while self._deleted < self._received // _KEPT_MESSAGES:
+                client.key_value_delete(f"{self._part(self._deleted)}/")
+                self._deleted += 1
+        except RuntimeError as error:
+            raise heartbeat.service_lost(phase, error) from error
+
+    def all_received(self) -> None:
+        """Learns that the others have received what was sent: it can be deleted."""
+        self._received = self._number
+
+    def receive(self, phase: str, check: Callable[[], None]) -> str:
+        """Waits for the next message, however long.
+
+        Args:
+            check: function that raises an error if waiting is in vain.
+
+        Raises:
+            PeerLostError: the coordination service is gone.
+        """
+        text = wait_for(self._service, self._key(), phase, math.inf, check)
+        assert text is not None
+        self._number += 1
+        return text
+
+    def close(self) -> None:
+        """Lets later rounds of the same processes delete what is left."""
+        _spent.setdefault(self._group, []).append(self._prefix)
+
+
+_KEPT_MESSAGES = 64  # messages that are deleted at once
 
 _rounds: dict[tuple[int, ...], Rounds] = {}
 _spent: dict[str, list[str]] = {}  # keys of concluded rounds, by the processes that took part

@@ -67,6 +67,8 @@ class ServiceProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ import json
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from . import heartbeat
-from .agreement import Rounds, comparable, environment, text_digest, try_get, verdict
+from .agreement import Messages, Rounds, comparable, environment, text_digest, try_get, verdict
 from .distributed import arrival_seconds, translated
 from .errors import PeerFailedError, PeerLostError, ProgramMismatchError, UserInputError
 from .heartbeat import coordinator
@@ -27,6 +27,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 5e-5, 2e-3  # seconds between two looks at a result
 
 _digests: dict[Hashable, str] = {}  # of programs that this process has compiled
 _calls: dict[tuple[int, ...], Iterator[int]] = {}  # number of calls so far, by processes
+_open: Broadcast | None = None  # the one that has not been closed
 
 
 class Lockstep:
@@ -72,12 +73,22 @@ class Lockstep:
                 f"{call}: this is process {service.process}, and all devices of the model belong to "
                 f"processes {', '.join(map(str, sorted(found)))}"
             )
+        if _open is not None:
+            raise UserInputError(
+                f"{call}: an {_open.call} of several processes is open, and no other call may use their devices: close "
+                "it first"
+            )
         members = tuple(sorted(found))
         self.is_shared, self.is_leader = True, service.process == members[0]
         self._service, self._members = service, members
         number = next(_calls.setdefault(members, itertools.count()))
-        self._rounds = Rounds(service, f"call-{number}", members)
+        self._number, self._rounds = number, Rounds(service, f"call-{number}", members)
         self._note = f"maxjax/notes/{'_'.join(map(str, members))}/{number}"
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether several processes do all of the call, so that what is next must be decided together."""
+        return self.is_shared
 
     # --- meetings ----------------------------------------------------------------------------
 
@@ -101,6 +112,17 @@ class Lockstep:
         if found["verdict"] != "equal":
             self._is_over = True
             raise ProgramMismatchError(found["verdict"])
+
+    def gather(self, fact: str) -> dict[int, str]:
+        """The facts of all processes by their ids, in all of them. A barrier.
+
+        Raises:
+            PeerFailedError, PeerLostError: as for :meth:`agree`.
+        """
+        if not self.is_shared:
+            return {0: fact}
+        found = self._meet({"fact": fact}, lambda given: {"all": given})["all"]
+        return {int(process): one["fact"] for process, one in found.items()}
 
     def decide(self, decision: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The decision of the first process, in all processes. A barrier.
@@ -141,7 +163,7 @@ class Lockstep:
 
     # --- errors ------------------------------------------------------------------------------
 
-    def __enter__(self) -> Lockstep:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -224,9 +246,9 @@ class Lockstep:
         import jax
         import numpy as np
 
-        if not self.is_shared:
-            return jax.device_get(tree)
         leaves, structure = jax.tree.flatten(tree)
+        if not self.is_shared or not leaves:
+            return jax.device_get(tree)
         copies = list(
             zip(
                 *([shard.data for shard in leaf.addressable_shards] for leaf in leaves), strict=True
@@ -242,6 +264,89 @@ class Lockstep:
             if (now := time.monotonic()) - checked > heartbeat.CHECK_SECONDS:
                 checked = now
                 self._check()
+
+
+class Broadcast(Lockstep):
+    """Calls that the first process makes, and the others repeat. In one process it does nothing.
+
+    The first process decides alone what is next and tells the others, who wait for that, however long. While it is
+    open, the same processes make no other call together: their devices could get programs in another order.
+
+    Args:
+        call, shardings: as for :class:`Lockstep`.
+
+    Raises:
+        UserInputError: another one is open; or as for :class:`Lockstep`.
+    """
+
+    def __init__(self, call: str, shardings: Iterable[Any] | None):
+        global _open
+        super().__init__(call, shardings)
+        self._stopped: BaseException | None = None
+        if self.is_shared:
+            self._messages = Messages(self._service, f"call-{self._number}", self._members)
+            _open = self
+
+    @property
+    def is_symmetric(self) -> bool:
+        return False
+
+    @property
+    def leader(self) -> int:
+        """The id of the first process."""
+        return self._members[0]
+
+    @property
+    def process(self) -> int:
+        """The id of this process."""
+        return self._service.process
+
+    def decide(self, decision: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The decision, which is the first process's own."""
+        return dict(decision or {})
+
+    def tell(self, message: str) -> None:
+        """Tells the other processes what the first one calls.
+
+        Raises:
+            PeerLostError: the coordination service is gone.
+        """
+        self._messages.send(self.call, message)
+
+    def told(self) -> str:
+        """Waits for what the first process calls next.
+
+        Raises:
+            PeerFailedError, PeerLostError: as for :meth:`agree`.
+        """
+        return self._messages.receive(self.call, self._check)
+
+    def fetch(self, tree: Any) -> Any:
+        found = super().fetch(tree)
+        if self.is_shared and self.is_leader:
+            self._messages.all_received()  # without the others there would be no result
+        return found
+
+    def check(self) -> None:
+        """Raises an error if another process has failed or is lost."""
+        if self.is_shared:
+            self._check()
+
+    def stop(self, error: BaseException) -> None:
+        """Makes this process raise an error where it waits next; may be called by any thread."""
+        self._stopped = error
+
+    def _check(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
+        super()._check()
+
+    def close(self) -> None:
+        """Ends it: other calls may follow. Each process calls it."""
+        global _open
+        if _open is self:
+            _open = None
+            self._messages.close()
 
 
 def _signature(program: Any, args: Any, static: Mapping[str, Any]) -> Hashable:

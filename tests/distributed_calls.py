@@ -116,6 +116,91 @@ def files(axes: dict[str, int], directory: Path, all_of_them: bool) -> dict[str,
     }
 
 
+def engine_answers(
+    axes: dict[str, int], directory: Path, all_of_them: bool, **options: Any
+) -> dict[str, Any]:
+    """What an engine answers on a mesh; in processes that only follow, what they are told instead."""
+    # In float32 rounding decides between no two tokens.
+    model, tokenizer = maxjax.load("tiny", mesh=_mesh(axes), dtype="float32")
+    if options.pop("has_draft", False):
+        options["draft"] = model
+    found: dict[str, Any] = {}
+    adapter = directory / "adapter"
+    if all_of_them:
+        options = {"slots": 2, "adapters": {"first": adapter}, **options}
+    else:
+        options = {"slots": 2, "exact": True}  # so the fewest programs are compiled
+    with maxjax.Engine(model, tokenizer, **options) as engine:
+        if jax.process_index():
+            found["refused"] = [
+                _raised(lambda: engine.submit("x")), _raised(engine.stats),
+                _raised(lambda: maxjax.generate(model, tokenizer, "x")),
+                _raised(lambda: maxjax.Engine(model, tokenizer)),
+            ]  # fmt: skip
+            return found
+        submit = lambda prompt, **values: engine.submit(prompt, **{"max_new_tokens": 20} | values)
+        several = [submit(one, priority=i % 2) for i, one in enumerate(PROMPTS)]
+        sampled = {"temperature": 1.0, "top_p": 0.9, "eos_ids": ()}
+        several.append(submit(PROMPTS[0], key=jax.random.key(3), **sampled))
+        several.append(submit(PROMPTS[1], regex=r"\d \+ \d"))
+        found["several"] = [_told(one.result()) for one in several]
+        found["streamed"] = list(submit(PROMPTS[0]))
+        long = submit(PROMPTS[2], max_new_tokens=400, eos_ids=())
+        next(iter(long))
+        long.cancel()
+        found["cancelled"] = len(long.result().tokens) < 400
+        found["bad"] = [
+            _raised(lambda: submit("x", regex="(")), _raised(lambda: submit("")),
+            _raised(lambda: submit("x", adapter="none")),
+        ]  # fmt: skip
+        if not all_of_them:
+            return found
+        several = [submit(one, adapter="first") for one in PROMPTS]
+        several.append(submit("x", repetition_penalty=1.3, banned=[5], stop="q"))
+        found["settings"] = [_told(one.result()) for one in several]
+        engine.add_adapter("second", adapter)
+        found["second"] = _told(submit(PROMPTS[1], adapter="second").result())
+        engine.remove_adapter("second")
+        found["adapters"] = engine.adapters
+        scored = submit(PROMPTS[0], prompt_logprobs=True, logprobs=2).result()
+        found["logprobs"] = [one.logprob for one in scored.prompt_logprobs[1:]]
+        found["logprobs"] += [one.logprob for one in scored.logprobs]
+        repeated = "1 2 3 4 5 6 7 8 " * 8
+        found["repeated"] = [_told(submit(repeated, chat=False).result()) for _ in range(3)]
+        found["compiled"] = engine.compile()
+        found["after"] = _told(submit(PROMPTS[0]).result())
+        missing = directory / "missing"
+        found["missing"] = type(_caught(lambda: engine.add_adapter("x", missing))).__name__
+    return found
+
+
+def save_adapter(directory: Path) -> None:
+    """Writes an adapter of the tiny model that changes its answers, as :func:`engine_answers` needs it."""
+    model, _ = maxjax.load("tiny")
+    new = maxjax.lora.add(model, rank=4, key=jax.random.key(0))
+    rng = np.random.default_rng(1)
+    values = {
+        name: rng.normal(0, 0.1, weight.shape).astype(np.float32)
+        for name, weight in new.raw_state_dict().items()
+        if "lora_" in name
+    }
+    new.load_state_dict(values, strict=False)
+    maxjax.lora.save(directory / "adapter", new)
+
+
+def _caught(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def _raised(call: Callable[[], Any]) -> str:
+    error = _caught(call)
+    return f"{type(error).__name__}: {error}"
+
+
 def vectors(axes: dict[str, int]) -> np.ndarray:
     """Sentence embeddings of an encoder on a mesh."""
     model, tokenizer = maxjax.load(minilm_directory(), mesh=_mesh(axes))
@@ -136,6 +221,16 @@ def together(tell: Tell) -> None:
     if given["all"]:
         np.save(directory / f"vectors-{jax.process_index()}.npy", vectors(given["axes"]))
     tell(files=files(given["axes"], directory / "saved", given["all"]))
+
+
+def engine(tell: Tell) -> None:
+    """The answers of an engine that all processes share; then calls that all make again."""
+    given, directory = _settings(), Path(sys.argv[-1])
+    for number, options in enumerate(given.get("engines", [{}])):
+        found = engine_answers(given["axes"], directory, given["all"], **options)
+        tell(**{f"engine {number}": found})
+    model, tokenizer = maxjax.load("tiny", mesh=_mesh(given["axes"]))
+    tell(closed=str(maxjax.generate(model, tokenizer, PROMPTS[1])))
 
 
 def refuse(tell: Tell) -> None:
@@ -258,6 +353,6 @@ def die_embedding(tell: Tell) -> None:
 
 
 SCENARIOS = (
-    together, refuse, die_generating, die_streaming, die_loading, die_saving, die_in_a_step,
+    together, refuse, engine, die_generating, die_streaming, die_loading, die_saving, die_in_a_step,
     die_embedding,
 )  # fmt: skip

@@ -231,7 +231,7 @@ def load(tell: Tell) -> None:
 
 def several(tell: Tell) -> None:
     """Several scenarios in the same processes, as their start takes longer than most of them."""
-    for scenario in (matmul, load, calls.together, calls.refuse):
+    for scenario in (matmul, load, calls.together, calls.refuse, calls.engine):
         scenario(tell)
 
 

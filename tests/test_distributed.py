@@ -300,7 +300,9 @@ def two(tmp_path_factory):
     save_file(values, directory / "model.safetensors")
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     np.save(directory / "x.npy", x)
-    alone, told = _in_several_processes("several", directory, 2, 2, {"model": 4}, everything=False)
+    axes = {"model": 4}
+    alone, told = _in_several_processes("several", directory, 2, 2, axes, everything=False)
+    alone["engine 0"] = calls.engine_answers(axes, directory, False)
     return SimpleNamespace(directory=directory, told=told, alone=alone, values=values, y=model(x))
 
 
@@ -427,6 +429,53 @@ def test_several_processes_answer_as_one(tmp_path, processes, local, axes):
     for number in range(processes):
         found = np.load(tmp_path / f"vectors-{number}.npy")
         np.testing.assert_allclose(found, vectors, atol=1e-6)
+
+
+def _same_engines(alone: dict, told: list[dict], count: int) -> None:
+    """The process with the queue has the answers of an engine of one process; the others are refused."""
+    first, *others = told
+    for number in range(count):
+        expected, found = alone[f"engine {number}"], first[f"engine {number}"]
+        rates = [one.pop("logprobs", []) for one in (expected, found)]
+        np.testing.assert_allclose(*rates, atol=2e-5)
+        assert found == json.loads(json.dumps(expected))
+        for other in others:
+            submit, stats, generate, again = other[f"engine {number}"]["refused"]
+            assert submit.startswith(
+                "UserInputError: Engine.submit is for process 0, which has the queue"
+            )
+            assert stats.startswith("UserInputError: Engine.stats is for process 0")
+            for refused in (generate, again):
+                assert (
+                    "UserInputError" in refused
+                    and "an Engine of several processes is open" in refused
+                )
+    assert {one["closed"] for one in told} == {"5 + 6 = 11"}
+
+
+def test_an_engine_of_two_processes_answers_as_one(two):
+    _same_engines(two.alone, two.told, 1)
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("processes", "local", "axes", "engines"),
+    [
+        (2, 2, {"model": 4}, [{"speculation": "lookup"}, {"has_draft": True}, {"exact": True}]),
+        (2, 2, {"data": 2, "model": 2}, [{"slots": 4}]),
+        (4, 1, {"model": 4}, [{"cache_dtype": "int8"}, {"cache_bytes": "1MiB"}]),
+    ],
+    ids=str,
+)
+def test_engines_of_several_processes_answer_as_one(tmp_path, processes, local, axes, engines):
+    calls.save_adapter(tmp_path)
+    _settle(tmp_path, local, axes, all=True, engines=engines)
+    with workers("engine", tmp_path, processes, PATIENT) as all_of_them:
+        each = [calls.engine_answers(axes, tmp_path, True, **options) for options in engines]
+        for worker in all_of_them:
+            assert worker.process.wait(8 * START_SECONDS) == 0, worker.log()
+        told = [worker.told() for worker in all_of_them]
+    _same_engines({f"engine {i}": one for i, one in enumerate(each)}, told, len(engines))
 
 
 def test_what_differs_or_fails_is_told_to_all(two):

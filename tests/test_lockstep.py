@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from maxjax import agreement, heartbeat, lockstep
-from maxjax.agreement import Coordinator, Rounds
+from maxjax.agreement import Coordinator, Messages, Rounds
 from maxjax.errors import PeerFailedError, PeerLostError, ProgramMismatchError
 from maxjax.lockstep import Lockstep
 
@@ -286,6 +286,34 @@ def test_who_is_silent_is_named_before_the_others_end():
         heart._watch(now)
     assert timeout / 4 < now < timeout / 2 - agreement._WAIT_MS / 1000
     assert heartbeat.timeout_of_jax(int(timeout)) / 2 > timeout
+
+
+def test_messages_come_in_order_and_are_deleted():
+    store = Store()
+    first, other = (Messages(Coordinator(store, i, 2), "call-0", (0, 1)) for i in range(2))
+    for number in range(1000):
+        first.send("Engine", str(number))
+        assert other.receive("Engine", lambda: None) == str(number)
+        if number % 10 == 9:
+            first.all_received()
+    assert len(store.values) <= 2 * agreement._KEPT_MESSAGES
+
+
+def test_what_nobody_has_received_is_kept():
+    store = Store()
+    first, other = (Messages(Coordinator(store, i, 2), "call-0", (0, 1)) for i in range(2))
+    for number in range(500):
+        first.send("Engine", str(number))
+    assert [other.receive("Engine", lambda: None) for _ in range(500)] == list(map(str, range(500)))
+
+
+def test_who_waits_for_a_message_learns_of_a_loss(monkeypatch):
+    monkeypatch.setattr(agreement, "_WAIT_MS", 20)
+    store = Store()
+    heartbeat.report(store, 0, "gave no sign of life for 3 s")
+    other = Messages(Coordinator(store, 1, 2), "call-0", (0, 1))
+    with pytest.raises(PeerLostError, match="process 0 gave no sign of life"):
+        other.receive("Engine", lambda: heartbeat.check(store, "Engine", (0, 1)))
 
 
 def test_rounds_of_different_processes_do_not_meet():

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..errors import UserInputError, printable
 from .model import model_arguments, open_model
-from .options import adapter, file_path, positive, size, text
+from .options import adapter, file_path, import_jax, integer, positive, size, text
 
 
 def serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,17 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
                        help="the same bits whatever else runs; slower")  # fmt: skip
     group.add_argument("--no-compile", action="store_true",
                        help="compile programs when a request needs them, not before the server is ready")  # fmt: skip
+    group = parser.add_argument_group(
+        "several processes",
+        "Start the same command in each, with --mesh over the devices of all. Process 0 has the port.",
+    )  # fmt: skip
+    group.add_argument("--coordinator", dest="coordinator_address", type=text, metavar="HOST:PORT",
+                       help="where process 0 is reached by the others, on a free port; auto: what Slurm, Open MPI,"
+                       " Kubernetes or a TPU pod says, the next two too")  # fmt: skip
+    group.add_argument("--processes", dest="num_processes", type=positive, metavar="N",
+                       help="number of processes")  # fmt: skip
+    group.add_argument("--process", dest="process_id", type=integer(0), metavar="I",
+                       help="number of this process, from 0 on")  # fmt: skip
     group = parser.add_argument_group("clients")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                        help="address to listen on; 0.0.0.0 for all (default: 127.0.0.1)")  # fmt: skip
@@ -65,6 +77,8 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
 
     /health answers at once, /ready when the model is loaded and its programs are compiled.
     """
+    if _joined(options):
+        return _follow(options)
     try:
         from ..serving.app import application
         from ..serving.hosts import is_loopback
@@ -126,6 +140,10 @@ def _opened(options: argparse.Namespace) -> tuple[Any, Any, Any]:
 
     opened = open_model(options, generates=False)
     if not isinstance(opened.model, LanguageModel):
+        if _is_shared(options):
+            raise UserInputError(
+                "several processes serve models that write text, and this one does not"
+            )
         return opened.model, opened.tokenizer, None
     engine = Engine(
         opened.model, opened.tokenizer, slots=options.slots, cache_bytes=options.cache, chunk=options.chunk,
@@ -133,6 +151,57 @@ def _opened(options: argparse.Namespace) -> tuple[Any, Any, Any]:
         adapters=dict(options.adapter),
     )  # fmt: skip
     return opened.model, opened.tokenizer, engine
+
+
+# --- several processes ------------------------------------------------------------------------
+
+
+def _is_shared(options: argparse.Namespace) -> bool:
+    """Whether this is one of several processes."""
+    given = options.coordinator_address, options.num_processes, options.process_id
+    return any(one is not None for one in given)
+
+
+def _joined(options: argparse.Namespace) -> int:
+    """Joins the other processes, if there are any; returns the number of this one."""
+    if not _is_shared(options):
+        return 0
+    if options.mesh is None:
+        raise UserInputError(
+            "several processes need --mesh, over the devices of all of them, such as --mesh model=-1"
+        )
+    import_jax()
+    import jax
+
+    from ..distributed import initialize
+
+    address = options.coordinator_address
+    initialize(None if address == "auto" else address, options.num_processes, options.process_id)
+    return jax.process_index()
+
+
+def _follow(options: argparse.Namespace) -> Iterable[str]:
+    """Runs the model together with process 0, until that ends its server."""
+    _, _, engine = _opened(options)
+    print("this process follows process 0", flush=True)
+    with _first_ctrl_c_ignored():
+        engine.close()
+    return []
+
+
+@contextlib.contextmanager
+def _first_ctrl_c_ignored() -> Iterator[None]:
+    """A terminal sends Ctrl-C to all processes, and process 0 may still end its answers."""
+
+    def pressed(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        print("maxjax: process 0 ends the server; Ctrl-C again ends this process", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, pressed)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _keys(options: argparse.Namespace) -> list[str]:
@@ -164,6 +233,4 @@ def _access_log() -> Iterator[None]:
 
 
 def _port(found: str) -> int:
-    from .options import integer
-
     return integer(0, 65535)(found)

@@ -14,6 +14,9 @@ from typing import Any
 from ..errors import (
     CheckpointError,
     MissingCompilerError,
+    PeerFailedError,
+    PeerLostError,
+    ProgramMismatchError,
     UnsupportedModelError,
     UserInputError,
     printable,
@@ -22,7 +25,7 @@ from ..errors import (
 # Errors that are not defects of maxjax: their message is enough.
 EXPECTED = (
     CheckpointError, UserInputError, UnsupportedModelError, OSError, MemoryError,
-    FloatingPointError, MissingCompilerError,
+    FloatingPointError, MissingCompilerError, PeerFailedError, PeerLostError, ProgramMismatchError,
 )  # fmt: skip
 
 # A call, which stays as it is, or an argument with or without a value, as in overwrite=True.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...agreement import digest
 from ...errors import UserInputError, closest
 from ...lora.side_by_side import SideBySide, Updates
 from ...nn.layer.observe.programs import ProgramObserver
@@ -15,6 +16,16 @@ from ..bucket import bucket
 
 # A model has so many places for adapters, and ranks, or twice as many and so on: few programs are compiled.
 _LEAST_PLACES, _LEAST_RANK = 4, 16
+
+
+def updates_digest(updates: Updates) -> str:
+    """A digest of the updates of an adapter."""
+    rows = (
+        repr((name, part.dtype.str, part.shape)).encode() + part.tobytes()
+        for name, one in sorted(updates.items())
+        for part in one
+    )
+    return digest(b"".join(rows))
 
 
 class LoadedAdapter(NamedTuple):
@@ -73,11 +84,11 @@ class Adapters:
         known = ", ".join(map(repr, self._named)) or "none"
         raise UserInputError(f"there is no adapter {name!r}: {hint}The engine has {known}")
 
-    def add(self, name: str, updates: Updates, in_use: Collection[LoadedAdapter]) -> None:
+    def add(self, name: str, updates: Updates, in_use: Collection[int]) -> None:
         """Adds an adapter, or a new version of the one with this name.
 
         Args:
-            in_use: the adapters of texts that have not ended.
+            in_use: the versions of the adapters of texts that have not ended.
 
         Raises:
             UserInputError: there are too many adapters, or its rank is too large.
@@ -88,7 +99,7 @@ class Adapters:
                 f"adapter {name!r} has rank {rank} in '{layer}', and max_adapter_rank is {self.most_rank}"
             )
         others = {one.version for key, one in self._named.items() if key != name}
-        kept = others.union(one.version for one in in_use)
+        kept = others.union(in_use)
         places = list(self._places)
         place = next(
             (i for i, (one, _) in enumerate(places) if one.version not in kept), len(places)
@@ -110,8 +121,11 @@ class Adapters:
         self._together, self._observer = together, ProgramObserver(together.model)
         self._named = {**self._named, name: new}  # other threads read it
 
-    def remove(self, name: str, in_use: Collection[LoadedAdapter]) -> None:
+    def remove(self, name: str, in_use: Collection[int]) -> None:
         """Removes the name of an adapter.
+
+        Args:
+            in_use: as for :meth:`add`.
 
         Raises:
             UserInputError: there is no such adapter.

@@ -17,6 +17,7 @@ from ...progress import compiling
 from .adapters import Adapters
 from .in_place import why_copied
 from .memory import TextMemory
+from .messages import tell
 from .programs import Choosing, TextRows, row_of
 from .running import RunningText
 
@@ -172,17 +173,35 @@ class Calls:
             rows: the text of each row of tokens that the model gets, and of each row of its logits; None: the texts.
             has_adapters: whether it is the model with adapters, if no text has one.
         """
-        observer = self.observer
         has_adapters |= self.is_exact and self.adapters.has_model
+        places = None
         if has_adapters or any(text is not None and text.loaded is not None for text in texts):
             no = np.int32(-1)
             place = lambda text: no if text.loaded is None else text.loaded.place
-            places = row_of(texts, place, no)
-            observer = self.adapters.observer(*(places if n is None else places[n] for n in rows))
+            of_rows = row_of(texts, place, no)
+            places = [of_rows if n is None else of_rows[n] for n in rows]
         numbers = [-1 if text is None else text.number for text in texts]
+        tell(self.together, "run", program.__name__, arrays, args, places)
+        return self.dispatch(
+            program, arrays, args, places, rows=numbers, counts=counts, width=width, keeps=keeps
+        )
+
+    def dispatch(
+        self, program: Any, arrays: TextRows, args: Sequence[Any], places: Sequence[np.ndarray] | None, *,
+        rows: Sequence[int] = (), counts: Callable[[Any], Any] = lambda _: None, width: int | None = None,
+        keeps: bool = False,
+    ) -> Any:  # fmt: skip
+        """Dispatches a program in this process.
+
+        Args:
+            places: the place of the adapter of each row of tokens, and of each row of logits; None for the model
+                without adapters.
+            rows, counts, width, keeps: as for ``ProgramObserver.run``.
+        """
+        observer = self.observer if places is None else self.adapters.observer(*places)
         with compiling(program.__name__, self.shows):
             self.memory.arrays, result = observer.run(
-                self.together, program, self.memory.arrays, arrays, *args, rows=numbers,
+                self.together, program, self.memory.arrays, arrays, *args, rows=rows,
                 counts=lambda found: counts(found[1]), width=width, keeps=keeps, how=self.how,
                 shardings=self.memory.shardings,
             )  # fmt: skip

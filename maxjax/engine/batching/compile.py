@@ -29,7 +29,7 @@ def compile_programs(scheduler: Scheduler) -> int:
     if isinstance(scheduler.speculation, ModelGuesses):
         count += scheduler.speculation.compile()
     if not had_words:
-        scheduler.memory.arrays = scheduler.memory.arrays._replace(words=None)
+        scheduler.memory.drop_words()
     return count
 
 

@@ -27,6 +27,7 @@ from ..shardings import shardings_on_mesh
 from .calls import Calls, compiled_count, platform_of_arrays
 from .dispatch import DispatchTokens
 from .memory import is_recurrent
+from .messages import tell
 from .pages import Key
 from .programs import (
     LEAST_TOKENS,
@@ -74,9 +75,14 @@ class ModelGuesses(Speculation):
         self._rates: WeakKeyDictionary[RunningText, Rates] = WeakKeyDictionary()
         self._last = 0  # step with guesses
 
-    @abc.abstractmethod
     def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
         """Calls a program with the memory of what guesses, and keeps the memory that it returns."""
+        tell(self._calls.together, "guess", program.__name__, texts, args)
+        return self.dispatch(program, texts, args)
+
+    @abc.abstractmethod
+    def dispatch(self, program: Any, texts: TextRows, args: Sequence[Any]) -> Any:
+        """Calls such a program in this process."""
 
     def _read(self, texts: Sequence[RunningText]) -> bool:
         """Reads the tokens of texts that the model has read and this one has not; returns whether there are any."""
@@ -108,7 +114,7 @@ class ModelGuesses(Speculation):
         has_read = self._read(texts)
         steps = self._more_steps + max(plan.counts[text] for text in texts)
         began, compiled = time.perf_counter(), compiled_count(decode)
-        found = jax.device_get(self._decode(texts, steps))
+        found = self._calls.together.fetch(self._decode(texts, steps))
         plain = self.plain_seconds(len(texts))
         if compiled == compiled_count(decode) and not has_read and plain is not None:
             self._step_times.append((time.perf_counter() - began) / steps / plain)
@@ -288,10 +294,11 @@ class Drafts(ModelGuesses):
                 self._run(read, blank(1, width), none[None], np.zeros(1, np.int32))
         return len(sizes) * len(widths) + super().compile()
 
-    def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
+    def dispatch(self, program: Any, texts: TextRows, args: Sequence[Any]) -> Any:
+        options = {"how": self._how, "shardings": self._shardings}
         with compiling(program.__name__, self._calls.shows):
-            (self._memory, found), _ = program(
-                self._model, self._memory, texts, *args, how=self._how, shardings=self._shardings
+            (self._memory, found), _ = self._calls.together.run(
+                program, self._model, self._memory, texts, *args, **options
             )
         return found
 
@@ -322,12 +329,12 @@ class Predictions(ModelGuesses):
         size = weight_bytes(model.mtp) + weight_bytes(model.lm_head)
         super().__init__(_Predictor(model), size, calls, *options)
 
-    def _run(self, program: Any, texts: TextRows, *args: Any) -> Any:
+    def dispatch(self, program: Any, texts: TextRows, args: Sequence[Any]) -> Any:
         room, arrays = self._room, self._room.arrays
         memory, options = EngineMemory(arrays.pool, None), {"shardings": room.shardings}
         with compiling(program.__name__, self._calls.shows):
-            (memory, found), _ = program(
-                self._model, memory, texts, *args, how=self._how, **options
+            (memory, found), _ = self._calls.together.run(
+                program, self._model, memory, texts, *args, how=self._how, **options
             )
         room.arrays = arrays._replace(pool=memory.pool)
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,24 +14,34 @@ import jax
 import jax.numpy as jnp
 
 from ...dtype import DType
-from ...errors import UserInputError, checked_integer, first_line
+from ...errors import (
+    PeerFailedError,
+    PeerLostError,
+    UserInputError,
+    checked_integer,
+    first_line,
+)
 from ...graph.placement.specs import held_bytes
-from ...lockstep import Lockstep
+from ...heartbeat import CHECK_SECONDS
+from ...lockstep import Broadcast
 from ...lora.side_by_side import updates_of
-from ...models.weights import named_dtype, shardings_of
+from ...models.weights import model_facts, named_dtype, shardings_of
 from ...rendering.row import bytes_text
 from ...storage.safetensors.writer import size_in_bytes
+from ...text.chat import is_message
 from ..generate.checks import check_chunk, check_model
 from ..generate.request import Prompt, Request
-from ..pictures import SeenPictures
+from ..pictures import SeenPictures, pictures_in
 from ..sampling.rows import MOST_LOGPROBS
 from ..sampling.settings import Sampling
-from .adapters import Adapters
+from .adapters import Adapters, updates_digest
 from .answer import Branch, PendingAnswer
 from .compile import compile_programs
 from .draft import check_speculation
+from .follower import Follower
 from .grammar import matcher_of
 from .memory import in_groups, page_size_of, rows_of_states
+from .messages import tell
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
 from .scheduler import Scheduler
@@ -72,6 +83,10 @@ class Engine:
     The cache is a pool of pages, which texts take as they grow; texts that begin with the same tokens share pages, and
     read them once. One thread of the engine runs the model. All methods may be called from any thread.
 
+    Several processes that share the model's mesh make the engine together, with the same arguments. The first of them
+    has the queue: prompts are submitted there, and it alone gets the answers. In the others, leaving the block, or
+    :meth:`close`, waits until it closes its engine. Meanwhile no other calls of maxjax may use their devices together.
+
     Args:
         model: a decoder, as returned by ``maxjax.load``.
         tokenizer: the model's tokenizer; with None, prompts are token ids and answers have no text.
@@ -105,11 +120,14 @@ class Engine:
         max_adapter_rank: largest rank of an adapter's updates.
 
     Raises:
-        UserInputError: the model is not a language model or is shared by several processes, or an argument is invalid;
-            ``speculation`` or ``draft`` is given for a model with recurrent layers, whose state cannot go back, or on
+        UserInputError: the model is not a language model, or an argument is invalid; another engine of several
+            processes is open, or ``draft`` is not of the same processes as the model; ``speculation``
+            or ``draft`` is given for a model with recurrent layers, whose state cannot go back, or on
             a mesh whose devices divide texts among them, or both are; the model has no layer of multi-token prediction;
             or the vocabulary of ``draft`` is another one.
         OutOfMemoryError: a device has no room for the cache.
+        ProgramMismatchError: the model or an argument is not the same in all processes.
+        PeerFailedError, PeerLostError: another process raised an error, or has ended.
 
     Example:
         >>> import maxjax
@@ -127,12 +145,36 @@ class Engine:
         adapters: Mapping[str, Any] | None = None, max_adapters: int = 8, max_adapter_rank: int = 64,
     ):  # fmt: skip
         check_model(model)
-        if Lockstep("Engine", shardings_of(model)).is_shared:
-            raise UserInputError(
-                "an Engine is for a model of one process; several processes call maxjax.generate together"
-            )
         self.model, self.tokenizer = model, tokenizer
-        self.slots = checked_integer("slots", slots)
+        self._together = Broadcast("Engine", shardings_of(model))
+        try:
+            with self._together:
+                scheduler = self._scheduler(
+                    slots, cache_bytes, chunk, cache_dtype, exact, logits_processor, speculation, draft, adapters or {},
+                    max_adapters, max_adapter_rank,
+                )  # fmt: skip
+        except BaseException:
+            self._together.close()
+            raise
+        self.slots, self._longest = scheduler.slots, scheduler.longest
+        self._seen = SeenPictures()
+        self._numbers = itertools.count()  # threads share it: each number is given once
+        self._worker: Any
+        if self._together.is_leader:
+            self._worker = _Worker(scheduler, self._together)
+        else:
+            self._worker = Follower(scheduler, self._together)
+        _running.add(self._worker)
+        self._worker.thread.start()
+        self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    def _scheduler(
+        self, slots: int, cache_bytes: int | str | None, chunk: int, cache_dtype: Any, exact: bool,
+        logits_processor: LogitsProcessor | None, speculation: str | None, draft: Any, adapters: Mapping[str, Any],
+        max_adapters: int, max_adapter_rank: int,
+    ) -> Scheduler:  # fmt: skip
+        model, tokenizer, together = self.model, self.tokenizer, self._together
+        slots = checked_integer("slots", slots)
         least = page_size_of(model) if exact else 16
         if (chunk := check_chunk(chunk)) < least:
             raise UserInputError(
@@ -141,10 +183,20 @@ class Engine:
         _check_processor(logits_processor, model.config.vocab_size)
         check_speculation(model, speculation, draft)
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
-        pages = page_count(model, self.slots, cache_bytes, dtype, draft, speculation == "mtp")
+        pages = page_count(model, slots, cache_bytes, dtype, draft, speculation == "mtp")
+        read = {_adapter_name(name): updates_of(model, one) for name, one in adapters.items()}
+        if together.is_shared:
+            _check_processes(model, draft)
+            together.agree(
+                slots=slots, pages=pages, chunk=chunk, cache_dtype=str(cache_dtype), exact=exact,
+                logits_processor=logits_processor is not None, speculation=speculation, max_adapters=max_adapters,
+                max_adapter_rank=max_adapter_rank, adapters={name: updates_digest(one) for name, one in read.items()},
+                tokenizer=None if tokenizer is None else tokenizer.digest, **model_facts(model),
+                draft=None if draft is None else model_facts(draft),
+            )  # fmt: skip
         scheduler = Scheduler(
             model,
-            self.slots,
+            slots,
             pages,
             chunk=chunk,
             cache_dtype=dtype,
@@ -153,23 +205,17 @@ class Engine:
             has_grammars=tokenizer is not None,
             speculation=speculation,
             draft=draft,
+            together=together,
             adapters=Adapters(
                 model,
                 checked_integer("max_adapters", max_adapters),
                 checked_integer("max_adapter_rank", max_adapter_rank),
             ),
         )
-        for name, adapter in (adapters or {}).items():
-            scheduler.add_adapter(_adapter_name(name), updates_of(model, adapter))
+        for name, updates in read.items():
+            scheduler.adapters.add(name, updates, ())
         scheduler.calls.shows = False
-        self.slots = scheduler.slots
-        self._longest = scheduler.longest
-        self._seen = SeenPictures()
-        self._numbers = itertools.count()  # threads share it: each number is given once
-        self._worker = _Worker(scheduler)
-        _running.add(self._worker)
-        self._worker.thread.start()
-        self._finalizer = weakref.finalize(self, self._worker.stop)
+        return scheduler
 
     def submit(
         self,
@@ -222,7 +268,9 @@ class Engine:
                 the cache, there is no such adapter, or the schema, expression or grammar is invalid.
             ImportError: llguidance, which these three need, is not installed.
             RuntimeError: the engine is closed.
+            PeerLostError: the engine has failed, because another process is lost.
         """
+        self._check_leads("submit")
         if adapter is not None:
             if not isinstance(adapter, str):
                 raise TypeError(f"adapter must be a str, not {type(adapter).__name__}")
@@ -242,6 +290,14 @@ class Engine:
         tops = _prompt_tops(prompt_logprobs)
         answer = PendingAnswer(self._worker)
         prompt, written = prompt if isinstance(prompt, Branch) else (prompt, ())
+        if (
+            self._together.is_shared
+            and isinstance(prompt, (list, tuple))
+            and prompt
+            and is_message(prompt[0])
+        ):
+            if pictures_in(prompt)[1]:
+                raise UserInputError("pictures are not supported in an Engine of several processes")
         read = request.prompt([*prompt, *written] if written else prompt)
         self._check_fits(read, request)
         matcher = None
@@ -267,6 +323,14 @@ class Engine:
         self._worker.add(text)
         return answer
 
+    def _check_leads(self, name: str) -> None:
+        """Raises UserInputError if this is not the process that has the queue."""
+        if not self._together.is_leader:
+            raise UserInputError(
+                f"Engine.{name} is for process {self._together.leader}, which has the queue, and this is process "
+                f"{self._together.process}: leave the block or call close(), which waits for that process"
+            )
+
     def _check_fits(self, prompt: Prompt, request: Request) -> None:
         if request.fills and len(prompt.ids) < self._longest:
             request.longest = min(request.longest, self._longest)
@@ -285,16 +349,25 @@ class Engine:
         Args:
             name: name of the adapter.
             adapter: path of a directory that PEFT or :func:`maxjax.lora.save` wrote, or its name on the hub; or the
-                model with LoRA weights. Its weights get the dtype of the model's activations.
+                model with LoRA weights. Its weights get the dtype of the model's activations. If several processes
+                share the engine, each reads this directory.
 
         Raises:
-            UserInputError: its rank is too large or there are too many adapters; it has more than LoRA weights (DoRA,
+            UserInputError: another process cannot read it, or reads others; its rank is too large or there are too many
+                adapters; it has more than LoRA weights (DoRA,
                 trained biases or modules) or values that are not finite; or it is of another model's layers.
             CheckpointError, UnsupportedModelError: as for :func:`maxjax.lora.load`.
             RuntimeError: the engine is closed.
         """
+        self._check_leads("add_adapter")
+        if self._together.is_shared and not isinstance(adapter, (str, os.PathLike)):
+            raise UserInputError(
+                "an adapter for an Engine of several processes is a directory, which all of them read: "
+                "maxjax.lora.save writes one; or pass it as adapters= in all processes"
+            )
         name, updates = _adapter_name(name), updates_of(self.model, adapter)
-        self._worker.call(lambda scheduler: scheduler.add_adapter(name, updates))
+        path = str(adapter) if self._together.is_shared else ""
+        self._worker.call(lambda scheduler: scheduler.add_adapter(name, updates, path))
 
     def remove_adapter(self, name: str) -> None:
         """Removes a LoRA adapter: no later prompt can name it. Answers that have begun go on with it.
@@ -303,6 +376,7 @@ class Engine:
             UserInputError: there is no such adapter.
             RuntimeError: the engine is closed.
         """
+        self._check_leads("remove_adapter")
         self._worker.call(lambda scheduler: scheduler.remove_adapter(name))
 
     @property
@@ -323,10 +397,12 @@ class Engine:
         Returns:
             The number of programs.
         """
+        self._check_leads("compile")
         return self._worker.call(compile_programs)
 
     def stats(self) -> EngineStats:
         """What the engine has done and is doing."""
+        self._check_leads("stats")
         of = self._worker.scheduler
         rows, guessed = max(of.steps * of.slots, 1), of.speculation
         return EngineStats(
@@ -336,20 +412,29 @@ class Engine:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Ends all answers with an error, and frees the cache."""
-        self._worker.stop()
-        if threading.current_thread() is not self._worker.thread:
-            self._worker.thread.join()
+        """Ends all answers with an error, and frees the cache; or waits until the process that has the queue does.
+
+        Raises:
+            PeerFailedError, PeerLostError: this process has waited, and another one has failed or is lost.
+        """
+        self._worker.close()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(self._worker, Follower):
+            if kind is not None:
+                self._worker.stop(error)
+                return self._worker.thread.join()
+            return self.close()
         try:
             if kind is None:
                 self._worker.finish()
         finally:
             self.close()
+        if kind is None and isinstance(self._worker.error, (PeerFailedError, PeerLostError)):
+            raise self._worker.error
 
     def __repr__(self) -> str:
         of = self._worker.scheduler
@@ -366,7 +451,7 @@ class Engine:
 
 
 # The engines whose threads run.
-_running: weakref.WeakSet[_Worker] = weakref.WeakSet()
+_running: weakref.WeakSet[_Worker | Follower] = weakref.WeakSet()
 
 
 @atexit.register
@@ -382,19 +467,20 @@ def _stop_all() -> None:
 class _Worker:
     """The thread of an engine: it takes texts from others, and runs the scheduler while there are any."""
 
-    def __init__(self, scheduler: Scheduler):
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, together: Broadcast):
+        self.scheduler, self._together = scheduler, together
         self.thread = threading.Thread(target=self.run, name="maxjax.Engine", daemon=True)
         self.coming: list[RunningText] = []
         self._calls: list[Any] = []
         self._changed = threading.Condition()
-        self.is_closed, self._error = False, None
+        self.is_closed = False
+        self.error: BaseException | None = None
         self._is_idle = True
 
     def add(self, text: RunningText) -> None:
         with self._changed:
             if self.is_closed:
-                raise RuntimeError("the engine is closed") from self._error
+                raise self._failure("the engine is closed")
             self.coming.append(text)
             self._is_idle = False
             self._changed.notify_all()
@@ -418,12 +504,12 @@ class _Worker:
         done: list[Any] = []
         with self._changed:
             if self.is_closed:
-                raise RuntimeError("the engine is closed") from self._error
+                raise self._failure("the engine is closed")
             self._calls.append((function, done))
             self._changed.notify_all()
             self._changed.wait_for(lambda: done or self.is_closed)
         if not done:
-            raise RuntimeError("the engine was closed")
+            raise self._failure("the engine was closed")
         result, error = done
         if error is not None:
             raise error
@@ -440,40 +526,71 @@ class _Worker:
             self.is_closed = True
             self._changed.notify_all()
 
+    def close(self) -> None:
+        """Ends the thread, and waits for that."""
+        self.stop()
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
     def run(self) -> None:
-        scheduler = self.scheduler
         try:
-            while True:
-                with self._changed:
-                    self._is_idle = not (self.coming or self._calls or scheduler.is_busy)
-                    if self._is_idle:
-                        self._changed.notify_all()
-                    self._changed.wait_for(
-                        lambda: self.is_closed or self.coming or self._calls or scheduler.is_busy
-                    )
-                    if self.is_closed:
-                        break
-                    coming, self.coming = self.coming, []
-                    calls, self._calls = self._calls, []
-                for text in coming:
-                    scheduler.add(text)
-                for function, done in calls:
-                    self._call(function, done)
-                if scheduler.is_busy:
-                    scheduler.step()
+            with self._together:
+                while self._wait():
+                    self._work()
+                tell(self._together, "close")
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
+            self._together.close()
             self._end()
 
+    def _wait(self) -> bool:
+        """Waits until there is something to do; returns False when the engine is closed."""
+        has_work = lambda: self.coming or self._calls or self.scheduler.is_busy
+        seconds = CHECK_SECONDS if self._together.is_shared else None
+        while True:
+            with self._changed:
+                self._is_idle = not has_work()
+                if self._is_idle:
+                    self._changed.notify_all()
+                if self._changed.wait_for(lambda: self.is_closed or has_work(), seconds):
+                    return not self.is_closed
+            self._together.check()  # nobody else would notice that another process is lost
+
+    def _work(self) -> None:
+        """Takes what has come from other threads, and makes the next step."""
+        scheduler = self.scheduler
+        with self._changed:
+            coming, self.coming = self.coming, []
+            calls, self._calls = self._calls, []
+        for text in coming:
+            scheduler.add(text)
+        for function, done in calls:
+            self._call(function, done)
+        if scheduler.is_busy:
+            scheduler.step()
+
     def _call(self, function: Any, done: list[Any]) -> None:
+        failure = None
         try:
             found = [function(self.scheduler), None]
         except Exception as error:
             found = [None, error]
+            if self._together.is_shared and not isinstance(error, UserInputError):
+                failure = error  # the other processes have not had it
         with self._changed:
             done += found
             self._changed.notify_all()
+        if failure is not None:
+            raise failure
+
+    def _failure(self, what: str) -> Exception:
+        """The error that says why the engine takes or answers nothing any more."""
+        if isinstance(self.error, PeerLostError):
+            return PeerLostError(str(self.error))
+        found = RuntimeError(what)
+        found.__cause__ = self.error
+        return found
 
     def _end(self) -> None:
         """Ends what has not ended, and frees the memory."""
@@ -482,11 +599,10 @@ class _Worker:
             coming, self.coming = self.coming, []
             self._changed.notify_all()
         for text in [*self.scheduler.running, *self.scheduler.waiting, *coming]:
-            error = RuntimeError("the engine was closed before the answer had ended")
-            if self._error is not None:
-                error = RuntimeError(f"the engine has failed: {self._error}")
-                error.__cause__ = self._error
-            text.end(error)
+            what = "the engine was closed before the answer had ended"
+            if self.error is not None:
+                what = f"the engine has failed: {self.error}"
+            text.end(self._failure(what))
         self.scheduler.close()
 
 
@@ -523,6 +639,23 @@ def page_count(
             f"device, and what {slots} slots need beside pages {bytes_text(one - page)}"
         )
     return int(count)
+
+
+def _check_processes(model: Any, draft: Any) -> None:
+    """Raises UserInputError if a draft model is not of the same processes as the model."""
+    of_model, of_draft = (
+        {
+            device.process_index
+            for where in shardings_of(one)
+            if where
+            for device in where.device_set
+        }
+        for one in (model, model if draft is None else draft)
+    )
+    if of_model != of_draft:
+        raise UserInputError(
+            f"draft must be of the processes of the model: expected {sorted(of_model)}, got {sorted(of_draft)}"
+        )
 
 
 def _prompt_tops(given: bool | int | None) -> int | None:

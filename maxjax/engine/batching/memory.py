@@ -17,12 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...graph.placement.arrays import platform_of, put
 from ...graph.placement.specs import mesh_of
 from ...kernels.tpu import paged_decode
+from ...lockstep import Lockstep
 from ...nn.kv_cache.kinds import KeysValues, States
 from ...nn.kv_cache.layout import page_layout
 from ..bucket import bucket
 from ..sampling.rows import Words
 from ..sampling.sequences import Sequences
 from ..shardings import shardings_on_mesh
+from .messages import tell
 from .pages import Key, Pages
 from .programs import EngineMemory, moved, resized_words, start_words
 from .running import RunningText
@@ -79,6 +81,7 @@ class TextMemory:
         is_exact: whether a text gets all its pages at once.
         has_order: whether texts may have settings about the order of tokens, or rare filters.
         has_mtp: whether the model's layer of multi-token prediction follows the texts.
+        together: the call that it belongs to, if several processes make it together.
 
     Attributes:
         arrays: what is on the devices.
@@ -93,9 +96,9 @@ class TextMemory:
 
     def __init__(
         self, model: Any, slots: int, pages: int, most_pages: int, cache_dtype: Any, is_exact: bool,
-        has_order: bool, has_mtp: bool = False,
+        has_order: bool, has_mtp: bool = False, together: Lockstep | None = None,
     ):  # fmt: skip
-        self.model = model
+        self.model, self._together = model, together
         slots, self.groups = in_groups(model, slots)
         self.slots = slots
         self.cache_dtype, self._is_exact, self.hits = cache_dtype, is_exact, 0
@@ -357,6 +360,15 @@ class TextMemory:
         sequences: Sequences | None = None, longest: int | None = None,
     ) -> None:  # fmt: skip
         """Sets the words of a slot; there are none before the first text that uses them."""
+        ids = (np.asarray(one, np.int32) for one in (prompt, answer))
+        tell(self._together, "put words", slot, *ids, bias, sequences, longest)
+        self.put_words(slot, prompt, answer, bias, sequences, longest)
+
+    def put_words(
+        self, slot: int, prompt: Sequence[int], answer: Sequence[int], bias: np.ndarray | None,
+        sequences: Sequences | None, longest: int | None,
+    ) -> None:  # fmt: skip
+        """Sets the words of a slot in this process."""
         size = self.model.config.vocab_size
         longest = (longest or self._longest) if self._has_order else None
         words = self.arrays.words or self._placed(Words.empty(self.slots, size, longest))
@@ -367,6 +379,15 @@ class TextMemory:
             words = self._placed(resized_words(words, sizes=sizes))
         words = start_words(words, np.int32(slot), new.resized(*sizes))
         self.arrays = self.arrays._replace(words=words)
+
+    def drop_words(self) -> None:
+        """Frees the words, which the next text that uses them makes anew."""
+        tell(self._together, "drop words")
+        self.forget_words()
+
+    def forget_words(self) -> None:
+        """Frees the words in this process."""
+        self.arrays = self.arrays._replace(words=None)
 
     def _placed(self, words: Words) -> Words:
         if self.shardings is None:

@@ -150,7 +150,7 @@ def _read_pieces(
     losses = None
     if is_scored:
         found = calls.run(read_scored, texts, arrays, ids, counts, targets, inputs, **options)
-        sampled, losses = found[0], jax.device_get(found[1])
+        sampled, losses = found[0], calls.together.fetch(found[1])
     else:
         sampled = calls.run(read, texts, arrays, ids, counts, inputs, **options)
     for row, (text, count) in enumerate(pairs):
@@ -189,5 +189,5 @@ def _take_first(calls: Calls, texts: Sequence[RunningText | None], sampled: Any)
             text.stage = Stage.WRITING
             text.receive(first, row)
             if not text.is_lazy:
-                text.take(calls.together.is_shared)
+                text.take(calls.together.is_symmetric)
     return int(found.is_near_tie[read].sum())

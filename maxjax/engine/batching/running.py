@@ -165,17 +165,17 @@ class RunningText:
         )
         self.received.append((found, row))
 
-    def take(self, is_shared: bool) -> None:
+    def take(self, is_symmetric: bool) -> None:
         """Tells the pieces of the tokens that it has received; it may end with one of them.
 
-        An error, as of the tokenizer, ends this text alone. If it ``is_shared``, written by several processes together,
-        the error is raised, as the others do not have it.
+        An error, as of the tokenizer, ends this text alone. If the call ``is_symmetric``, so that other processes make
+        this text too, the error is raised, as the others do not have it.
         """
         try:
             for piece in self.pieces():
                 self._on_text(piece)
         except Exception as error:
-            if is_shared:
+            if is_symmetric:
                 raise
             self.end(error)
 

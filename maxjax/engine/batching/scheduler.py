@@ -22,12 +22,13 @@ from ..isolation import isolated
 from ..pictures import Pictures
 from ..sampling.draw import Sampled
 from ..sampling.rows import MOST_LOGPROBS
-from .adapters import Adapters, LoadedAdapter
+from .adapters import Adapters, updates_digest
 from .calls import Calls, compiled_count
 from .dispatch import MAX_STEPS, DispatchTokens
 from .draft import Drafts, Predictions
 from .lookup import Lookups
 from .memory import TextMemory, in_groups
+from .messages import tell
 from .programs import (
     Choosing,
     LogitsProcessor,
@@ -111,7 +112,9 @@ class Scheduler:
         self.adapters = Adapters(model) if adapters is None else adapters
         most = pages if most_pages is None else most_pages
         has_mtp = speculation == "mtp"
-        self.memory = TextMemory(model, slots, pages, most, cache_dtype, exact, has_order, has_mtp)
+        self.memory = TextMemory(
+            model, slots, pages, most, cache_dtype, exact, has_order, has_mtp, together
+        )
         self.longest = longest or model.max_length
         if self.memory.longest is not None:
             self.longest = min(self.longest, self.memory.longest)
@@ -213,7 +216,7 @@ class Scheduler:
             self._dispatch()  # the devices write while the host makes text of these tokens
         for text in texts:
             if not text.is_lazy:
-                text.take(self.calls.together.is_shared)
+                text.take(self.calls.together.is_symmetric)
         self._release_ended()
 
     def close(self) -> None:
@@ -226,13 +229,25 @@ class Scheduler:
             self.speculation.close()
 
     @isolated()
-    def add_adapter(self, name: str, updates: Updates) -> None:
+    def add_adapter(self, name: str, updates: Updates, path: str = "") -> None:
         """Adds an adapter, or a new version of one: later texts use it, and those in the queue the one that they have.
 
+        Args:
+            path: where other processes read the same updates, if there are any.
+
         Raises:
-            UserInputError: as for ``Adapters.add``.
+            UserInputError: as for ``Adapters.add``; or another process has other updates there, or cannot read them.
         """
-        self.adapters.add(name, updates, self._adapters_in_use())
+        together = self.calls.together
+        if together.is_shared:
+            tell(together, "read adapter", path)
+            found = together.gather(updates_digest(updates))
+            if len(set(found.values())) > 1:
+                each = "; ".join(f"process {process}: {one}" for process, one in found.items())
+                raise UserInputError(f"adapter {name!r} is not the same for all processes: {each}")
+        in_use = sorted(self._adapters_in_use())
+        self.adapters.add(name, updates, in_use)
+        tell(together, "add adapter", name, in_use)
 
     def remove_adapter(self, name: str) -> None:
         """Removes an adapter; texts that have it go on.
@@ -240,11 +255,14 @@ class Scheduler:
         Raises:
             UserInputError: there is no such adapter.
         """
-        self.adapters.remove(name, self._adapters_in_use())
+        in_use = sorted(self._adapters_in_use())
+        self.adapters.remove(name, in_use)
+        tell(self.calls.together, "remove adapter", name, in_use)
 
-    def _adapters_in_use(self) -> set[LoadedAdapter]:
+    def _adapters_in_use(self) -> set[int]:
+        """The versions of the adapters of texts that have not ended."""
         texts = [*self.waiting, *self.running]
-        return {text.loaded for text in texts if text.loaded is not None}
+        return {text.loaded.version for text in texts if text.loaded is not None}
 
     def _end_cancelled(self) -> None:
         if not self.has_cancelled:
