@@ -89,6 +89,15 @@ FAMILIES = {
         "vision_config": {**QWEN, "hidden_size": 24, "intermediate_size": 32, "num_position_embeddings": 25,
                           "out_hidden_size": 32, "deepstack_visual_indexes": [0, 1]},
     }, "patches", 15),
+    "qwen3_5": ("Qwen3_5", {
+        "text_config": {**qwen_text(mrope_section=[1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25),
+                        "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+                        "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        "image_token_id": IMAGE, "video_token_id": 151,
+        "vision_config": {**QWEN, "hidden_size": 24, "intermediate_size": 32, "num_position_embeddings": 25,
+                          "out_hidden_size": 32},
+    }, "patches", 15),
 }  # fmt: skip
 
 
