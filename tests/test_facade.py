@@ -1,7 +1,6 @@
 """`maxjax.name` is the object of its home module, for every name that the facade exports."""
 
 import ast
-import re
 import subprocess
 import sys
 import types
@@ -90,8 +89,9 @@ def test_the_models_that_type_checkers_see_are_those_of_the_registry():
     written = (Path(package.__file__).parent / "__init__.pyi").read_text()
     assert written == stub(), "python scripts/models_stub.py"
     files = {path.stem for path in Path(package.__file__).parent.glob("*.py")}
-    names = re.findall(r"^from \.([\w.]+) import (\w+) as \2$", written, re.M)
-    assert len(names) == len(written.splitlines()) - 1
+    lines = [line for line in ast.parse(written).body if isinstance(line, ast.ImportFrom)]
+    assert all(line.level == 1 and one.name == one.asname for line in lines for one in line.names)
+    names = [(line.module, one.name) for line in lines for one in line.names]
     for home, name in names:
         assert getattr(package, name) is getattr(import_module(f"maxjax.models.{home}"), name)
         assert name not in files

@@ -480,9 +480,13 @@ def test_what_is_no_key_is_refused(key):
 
 
 def program(settings, width=70_001):
-    run = jax.jit(sample_rows, static_argnames=("tops", "draws"))
+    run = jax.jit(sample_rows, static_argnames=("tops", "draws", "delays_ends"))
     each, zeros = row_settings(settings, 2, width), jnp.zeros(2, jnp.int32)
-    how = {"tops": settings.logprobs, "draws": not settings.is_greedy}
+    how = {
+        "tops": settings.logprobs,
+        "draws": not settings.is_greedy,
+        "delays_ends": settings.min_new_tokens > 0,
+    }
     return run.lower(jnp.zeros((2, width)), each, zeros, zeros, **how).compile().as_text()
 
 
