@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +55,7 @@ class Pictures:
     deepstack: np.ndarray | None = None
     are_whole: bool = False
 
-    @property
+    @cached_property
     def offset(self) -> int:
         """By how much the position of the first token after the prompt exceeds the number of the prompt's tokens."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.at)
@@ -190,14 +190,14 @@ class SeenPictures:
         return found
 
 
-def _run(part: Any, *args: Any, **options: Any) -> Any:
-    return jax.device_get(_encode(part, *args, **options))
+def _run(part: Any, *args: Any) -> Any:
+    return jax.device_get(_encode(part, *args))
 
 
-@partial(jax.jit, static_argnames=("sizes",))
-def _encode(part: Any, *args: Any, sizes: Any = None) -> Any:
-    """The features of pixels; ``sizes`` are further arguments that programs are compiled for."""
-    return part(*args) if sizes is None else part(*args, sizes)
+@jax.jit
+def _encode(part: Any, *args: Any) -> Any:
+    """What a vision part makes of pixels."""
+    return part(*args)
 
 
 def read_pictures(model: Any, tokenizer: Any, items: Sequence[Any]) -> list[Any]:

@@ -96,7 +96,11 @@ def build(
     else:
         named = tensors(weights)
     family = _held_family(family, named, None if given else weights._path)
-    found = family.read(named)
+    kind = vision_class(whole) if vision else None
+    names = family.names if kind is None else family.names.with_vision(kind.names)
+    read = names.read(named, family.model_type)
+    seen = {name: data for name, data in read.items() if name.startswith("vision.")}
+    found = {name: data for name, data in read.items() if name not in seen}
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)
     quantization = Quantization.of(raw, path=path)
@@ -114,8 +118,6 @@ def build(
     main = _main(found) if dtype is None else DType.of(dtype)
     if dtype is None and quantization is not None:
         main = main_dtype(unquantised(found)) or DType.float32
-    kind = vision_class(whole) if vision else None
-    seen = {} if kind is None else _vision_tensors(family, kind, named)
     if seen:
         settings = with_sections(settings, whole)
     model = family.make(settings, found.keys(), main, DType.of(reduce_dtype))
@@ -165,12 +167,6 @@ def _make_mtp(model: Any, named: Mapping[str, Any], path: str | None) -> dict[st
             hint="Load it without mtp=True.",
         )
     return found
-
-
-def _vision_tensors(family: Family, kind: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of the vision part of a vision-language model, by the model's names; none if the file lacks it."""
-    read = family.names.with_vision(kind.names).read(named, family.model_type)
-    return {name: data for name, data in read.items() if name.startswith("vision.")}
 
 
 def _vision(

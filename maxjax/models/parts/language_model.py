@@ -36,6 +36,7 @@ from ...nn.layer import LayerStack
 from ...nn.linear import ColumnParallelLinear
 from ...rendering.row import bytes_text
 from ..family import PretrainedModel
+from ..names import Names
 from ..weights import beside
 from .aliases import spelling
 from .cache import Features, ForwardContext, LayerCache, no_cache, recurrent_place
@@ -115,6 +116,12 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         A longer text is refused where lengths are known; inside ``jax.jit`` its logits are NaN.
         """
         return None
+
+    @property
+    def tensor_names(self) -> Names:
+        """The names of tensors in files, with those of the optional parts that the model has."""
+        names = super().tensor_names
+        return names if self.vision is None else names.with_vision(self.vision.names)
 
     # --- parts that most architectures share
 

@@ -71,10 +71,9 @@ class PredictsMore:
 
     @property
     def tensor_names(self) -> Names:
-        """The names of tensors in files, with those of the layer and of the vision part if the model has them."""
-        names, vision = self.family.names, getattr(self, "vision", None)
-        names = names if self.mtp is None else names.with_mtp(self.config.num_hidden_layers)
-        return names if vision is None else names.with_vision(vision.names)
+        """The names of tensors in files, with those of the layer if the model has it."""
+        names = self.family.names
+        return names if self.mtp is None else names.with_mtp(self.config.num_hidden_layers)
 
     @property
     def _mtp_groups(self) -> dict[str, Group]:

@@ -110,14 +110,18 @@ class PatchEmbedding(Module):
                 f"an image of {pixels.shape[2]} × {pixels.shape[3]} pixels is smaller than a patch "
                 f"of {self.patch_size} × {self.patch_size}"
             )
-        weight = jnp.asarray(self.weight)
-        x = patches(pixels.astype(weight.dtype), self.patch_size)  # [N, P, C p p]
-        x = matmul(x, weight.reshape(weight.shape[0], -1))  # [N, P, E]
-        return x if self.bias is None else x + jnp.asarray(self.bias)[None, None]
+        return patch_product(patches(pixels, self.patch_size), self.weight, self.bias)  # [N, P, E]
 
     def sharding_rules(self) -> dict[str, Any]:
         """Every device holds the layer completely: it is small."""
         return {"weight": REPLICATED, "bias": REPLICATED}
+
+
+def patch_product(x: jax.Array, weight: Any, bias: Any = None) -> jax.Array:
+    """Patches ``[N, P, …]`` times a weight that is held as a convolution's, in its dtype: ``[N, P, E]``."""
+    kernel = jnp.asarray(weight)
+    y = matmul(x.astype(kernel.dtype), kernel.reshape(kernel.shape[0], -1))
+    return y if bias is None else y + jnp.asarray(bias)[None, None]
 
 
 def automatic_rows(axes: int) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:

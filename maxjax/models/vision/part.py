@@ -5,7 +5,6 @@ Shapes: N images or tiles, P features of each, E features of a token of the lang
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,9 +17,9 @@ from ...errors import UnsupportedModelError, shown
 from ...graph.device import DeviceRef
 from ...graph.placement.split import REPLICATED
 from ...graph.weight.weight import Weight
-from ...kernels import matmul
 from ...nn.layer import Module
 from ..parts.rotary import Angles
+from ..parts.vision import patch_product
 
 # The largest number of tiles that the tower gets at once.
 _AT_ONCE = 8
@@ -104,9 +103,7 @@ def image_token(raw: Mapping[str, Any]) -> int:
     """
     found = next((raw[key] for key in ("image_token_id", "image_token_index") if key in raw), None)
     if type(found) is not int:
-        raise ValueError(
-            f"'image_token_id' must be an integer, not {json.dumps(found, default=str)}"
-        )
+        raise ValueError(f"'image_token_id' must be an integer, not {shown(found)}")
     return found
 
 
@@ -158,9 +155,7 @@ class PatchConvolution(Module):
         self.bias = Weight("bias", dtype, shape[:1], DeviceRef.CPU()) if has_bias else None
 
     def __call__(self, patches: jax.Array) -> jax.Array:
-        weight = jnp.asarray(self.weight)
-        x = matmul(patches.astype(weight.dtype), weight.reshape(weight.shape[0], -1))
-        return x if self.bias is None else x + jnp.asarray(self.bias)[None, None]
+        return patch_product(patches, self.weight, self.bias)
 
     def sharding_rules(self) -> dict[str, Any]:
         """Every device holds the layer completely: it is small."""
@@ -194,13 +189,18 @@ class Frames(NamedTuple):
             least: the smallest number of patches of a frame.
         """
         frames, rows, columns = map(int, inputs.grids[0])
-        count = rows * columns
+        patches = inputs.pixels.reshape(frames, rows * columns, -1)
+        return Frames.padded(patches, places_of(rows, columns, merge), least)
+
+    @staticmethod
+    def padded(patches: np.ndarray, places: np.ndarray, least: int = 64) -> Frames:
+        """Patches ``[F, count, C t p p]`` at these places ``[count, 2]``, padded to a power of two."""
+        count = len(places)
         size = max(least, 1 << (count - 1).bit_length())
-        patches = np.zeros((frames, size, inputs.pixels.shape[-1]), np.float32)
-        patches[:, :count] = inputs.pixels.reshape(frames, count, -1)
-        places = np.zeros((size, 2), np.int32)
-        places[:count] = places_of(rows, columns, merge)
-        return Frames(patches, places, np.arange(size) < count, count)
+        pixels = np.zeros((len(patches), size, patches.shape[-1]), np.float32)
+        at = np.zeros((size, 2), np.int32)
+        pixels[:, :count], at[:count] = patches, places
+        return Frames(pixels, at, np.arange(size) < count, count)
 
 
 def places_of(rows: int, columns: int, merge: int) -> np.ndarray:

@@ -46,8 +46,9 @@ from ..parts import (
     split_heads_over_mesh,
 )
 from ..parts.config import ArchitectureConfig
+from ..parts.vision import patches
 from .llava import LlavaProjector
-from .part import PatchConvolution, PictureFeatures, VisionPart, places_of
+from .part import Frames, PatchConvolution, PictureFeatures, VisionPart, places_of
 
 
 @dataclass(frozen=True)
@@ -216,17 +217,11 @@ class PixtralVision(VisionPart):
         p, merge = self.vision_tower.config.patch_size, self.merge
         height, width = map(int, inputs.sizes[0])
         rows, columns = height // p, width // p
-        pixels = inputs.pixels[0, :, : rows * p, : columns * p].reshape(-1, rows, p, columns, p)
-        patches = pixels.transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+        cut: Any = patches(inputs.pixels[:1, :, :height, :width], p)  # row by row
         places = places_of(rows, columns, merge)
-        count = len(places)
-        size = max(64, 1 << (count - 1).bit_length())
-        padded = np.zeros((1, size, patches.shape[1]), np.float32)
-        padded[0, :count] = patches[places[:, 0] * columns + places[:, 1]]
-        at = np.zeros((size, 2), np.int32)
-        at[:count] = places
-        found = run(self, padded, at, np.arange(size) < count)
-        return PictureFeatures(found[0, : count // merge**2])
+        frames = Frames.padded(cut[:, places[:, 0] * columns + places[:, 1]], places)
+        found = run(self, frames.patches, frames.places, frames.real)
+        return PictureFeatures(found[0, : frames.count // merge**2])
 
 
 class Mistral3Merger(Module):
