@@ -17,7 +17,7 @@ from maxjax.graph.placement.arrays import platform_of
 from maxjax.graph.weight import stacked as stacked_module
 from maxjax.graph.weights import load_weights
 from maxjax.models import LanguageModel, Llama, LlamaConfig, all_families, build
-from maxjax.models.parts import language_model as decoder_module
+from maxjax.models.parts import layer_loop
 from maxjax.nn import LayerList, LayerStack
 from maxjax.storage.hub import find_model
 from tests.models import goldens
@@ -28,7 +28,7 @@ RUN = jax.jit(lambda m, ids: m(ids))
 @pytest.fixture
 def platform(monkeypatch):
     """Sets the platform that all devices seem to be of, while a model is loaded."""
-    return lambda name: monkeypatch.setattr(decoder_module, "platform_of", lambda place: name)
+    return lambda name: monkeypatch.setattr(layer_loop, "platform_of", lambda place: name)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_the_platform_decides(platform, name, want):
 def test_the_platform_is_that_of_the_mesh(monkeypatch):
     """The default device counts only where no place is given."""
     seen = []
-    monkeypatch.setattr(decoder_module, "platform_of", lambda place: seen.append(place) or "cpu")
+    monkeypatch.setattr(layer_loop, "platform_of", lambda place: seen.append(place) or "cpu")
     mesh = maxjax.make_mesh(model=2)
     maxjax.load("tiny", tokenizer=False, mesh=mesh)
     maxjax.load("tiny", tokenizer=False)

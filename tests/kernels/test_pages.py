@@ -371,8 +371,9 @@ def test_parts_of_pages(which, kernel):
         for one, other in zip(found, wanted, strict=True):
             assert one.shape == other.shape and one.dtype == other.dtype
             rounding = 1e-2 if one.dtype == jnp.bfloat16 else 1e-5
-            one, other = (np.asarray(a, np.float32) for a in (one, other))
-            np.testing.assert_allclose(one[has_keys], other[has_keys], rtol=rounding, atol=rounding)
+            one, other = (np.asarray(a, np.float32)[has_keys] for a in (one, other))
+            # A sum may cancel: its rounding goes by the size of its terms, not by its own.
+            np.testing.assert_allclose(one, other, rtol=rounding, atol=rounding * abs(other).max())
             assert np.isfinite(one).all()
         assert (np.asarray(found[1])[~has_keys] == jnp.finfo(jnp.float32).min).all()
 
