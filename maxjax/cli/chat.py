@@ -32,10 +32,11 @@ from .options import file_path
 from .terminal import explain
 
 _HELP = """\
-/reset      start again
-/save FILE  write the chat as JSON, which --load reads
-/help       show this
-/quit       leave; so does Ctrl-D
+/image FILE  attach a picture to the next message; without FILE, take the attached ones back
+/reset       start again
+/save FILE   write the chat as JSON, which --load reads
+/help        show this
+/quit        leave; so does Ctrl-D
 Ctrl-C ends an answer. A line that begins with a space is no command, even with a / after it."""
 _MAX_NEW_TOKENS = 2048
 # Lines of pasted text arrive closer together than anybody types.
@@ -73,6 +74,7 @@ def _with_model(options: argparse.Namespace, values: dict[str, Any], opening: li
     opened = open_model(options)
     from ..engine.generate.conversation import Conversation
     from ..engine.generate.defaults import GenerationDefaults, chosen_sampling
+    from ..engine.pictures import read_pictures
 
     model = opened.model
     defaults = getattr(model, "generation", None) or GenerationDefaults()
@@ -92,6 +94,7 @@ def _with_model(options: argparse.Namespace, values: dict[str, Any], opening: li
     return _Chat(
         options, conversation, f"{type(model).__name__}, context {model.max_length:,} tokens", model,
         lambda answer: stats(answer, sampling, seed, next(told, None)),
+        lambda part: read_pictures(model, opened.tokenizer, [part]),
     )  # fmt: skip
 
 
@@ -113,6 +116,7 @@ class _Chat:
         partner: whom it is with, for the greeting.
         model: the model, in which NaNs are searched; None for a server.
         stats: makes the lines of ``--stats`` for an answer.
+        check_picture: raises UserInputError for a part of a message that is no picture for the model.
     """
 
     def __init__(
@@ -122,9 +126,13 @@ class _Chat:
         partner: str,
         model: Any,
         stats: Callable[[Shown], Iterable[str]],
+        check_picture: Callable[[dict[str, Any]], Any] = lambda part: None,
     ):
         self._options, self.conversation = options, conversation
         self._partner, self._model, self._stats = partner, model, stats
+        self._check_picture = check_picture
+        # The pictures of the next message, by the names of their files.
+        self._attached: list[tuple[str, dict[str, Any]]] = []
         self._terminal = sys.stdin is not None and sys.stdin.isatty()
         self._failed = False
 
@@ -194,8 +202,10 @@ class _Chat:
     def _turn(self, text: str) -> None:
         messages = self.conversation.messages
         before = len(messages)
+        pictures = [part for _, part in self._attached]
+        content = [*pictures, {"type": "text", "text": text}]
         try:
-            answer = self._answer(text)
+            answer = self._answer({"role": "user", "content": content} if pictures else text)
         except BaseException as error:
             if len(messages) > before and not messages[-1]["content"]:
                 del messages[before:]  # drop a turn with an empty answer
@@ -203,17 +213,20 @@ class _Chat:
                 raise
             say(["(interrupted)"])  # before the first text, or by a second Ctrl-C
             return
+        finally:
+            if len(messages) > before:
+                self._attached.clear()
         if self._options.stats:
             say(self._stats(answer))
         if self._terminal and answer.completion.finish_reason == "length" and not answer.stopped:
             say([f"(cut off after {tokens(answer.completion.tokens)})"])
 
-    def _answer(self, text: str) -> Shown:
-        if left_out := self.conversation.make_room(text):
+    def _answer(self, message: str | dict[str, Any]) -> Shown:
+        if left_out := self.conversation.make_room(message):
             say(
                 [f"(the context is full: the oldest {left_out} messages are left out from here on)"]
             )
-        stream = self.conversation.say(text)
+        stream = self.conversation.say(message)
         try:
             return show(stream)
         except FloatingPointError as error:
@@ -223,14 +236,30 @@ class _Chat:
     def _command(self, word: str, rest: str) -> None:
         if word == "/help":
             say(_HELP.split("\n"))
+        elif word == "/image":
+            self._attach(rest)
         elif word == "/reset":
+            self._attached.clear()
             self.conversation.reset()
         elif word == "/save":
             self._save(rest)
         else:
             raise UserInputError(
-                f"there is no command {word}; the commands are /reset, /save FILE, /help and /quit"
+                f"there is no command {word}; the commands are /image FILE, /reset, /save FILE, /help and /quit"
             )
+
+    def _attach(self, name: str) -> None:
+        """Attaches a picture; it is read now, so that a saved chat has it whatever becomes of the file."""
+        from ..images.decode import data_address
+
+        if not name:
+            say([f"({len(self._attached)} taken back)"])
+            return self._attached.clear()
+        path = Path(local_path(name)).expanduser()
+        part = {"type": "image_url", "image_url": {"url": data_address(path)}}
+        self._check_picture(part)
+        self._attached.append((path.name, part))
+        say([f"(attached to the next message: {', '.join(name for name, _ in self._attached)})"])
 
     def _save(self, name: str) -> None:
         if not name:

@@ -31,6 +31,8 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
                         " For several prompts, run the command for each, or give maxjax chat a line"
                         " of stdin for each turn")  # fmt: skip
     parser.add_argument("--file", type=file_path, help="read the prompt from a file")
+    parser.add_argument("--image", action="append", type=file_path, default=[], metavar="FILE",
+                        help="a picture that comes before the prompt; may be repeated")  # fmt: skip
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--raw", "--no-chat", action="store_const", const=False, dest="chat",
                         help="continue the prompt as it is (default: it is a user's message if the model"
@@ -45,7 +47,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("many prompts")
     job.add_argument("--input", type=file_path, metavar="FILE",
                      help='answer each line: a JSON text, or an object with "prompt", "messages" or'
-                     ' "tokens"')  # fmt: skip
+                     ' "tokens"; relative paths of pictures in messages begin at the folder of FILE')  # fmt: skip
     job.add_argument("--output", metavar="FILE",
                      help="append a line of JSON for each answer; after an interrupt, run it again")  # fmt: skip
     job.add_argument("--slots", type=positive, metavar="N",
@@ -69,14 +71,20 @@ def generate(options: argparse.Namespace) -> Iterable[str]:
     prompt = "" if is_job else _prompt(options)
     if options.logprobs is not None and not options.json:
         options.error("--logprobs needs --json")
-    if options.chat is False and (options.template_arg or options.system is not None):
-        given = "--template-arg" if options.template_arg else "--system"
-        options.error(f"{given} cannot be given with --raw: only a chat has a template")
+    names = ("template_arg", "system", "image")
+    given = [name for name in names if getattr(options, name) not in (None, [])]
+    if options.chat is False and given:
+        name = given[0].replace("_", "-")
+        options.error(f"--{name} cannot be given with --raw: only a chat has a template")
     values = sampling_values(options)
     return _run_job(options, values) if is_job else _generate(options, prompt, values)
 
 
 def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) -> list[str]:
+    from ..images.decode import open_rgb
+
+    # Before the model, which may take minutes.
+    parts = [{"type": "image", "image": open_rgb(path)} for path in options.image]
     opened = open_model(options)
     from ..engine.generate.request import Request
     from ..engine.generate.texts import stream_answer
@@ -87,7 +95,9 @@ def _generate(options: argparse.Namespace, prompt: str, values: dict[str, Any]) 
         options.chat, template_variables(options, opened.tokenizer),
     )  # fmt: skip
     system = system_message(options)
-    read = request.prompt([*system, {"role": "user", "content": prompt}] if system else prompt)
+    content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
+    is_list = bool(system or parts)
+    read = request.prompt([*system, {"role": "user", "content": content}] if is_list else prompt)
     seed, key = chosen_key(options, request.sampling)
     alone = Lockstep("generate", ())
     stream = stream_answer(request, read, key, options.chunk, options.cache_dtype, alone)
@@ -110,7 +120,7 @@ def _check_job(options: argparse.Namespace) -> None:
         options.error("--input and --output belong together")
     if options.prompt or options.file is not None:
         options.error("a prompt and --input are both given: leave one out")
-    for name in ("json", "stats", "system", "logprobs", "debug_nans"):
+    for name in ("json", "stats", "system", "image", "logprobs", "debug_nans"):
         if getattr(options, name, None):
             options.error(f"--{name.replace('_', '-')} cannot be given with --input")
 

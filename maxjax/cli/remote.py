@@ -231,14 +231,16 @@ class RemoteConversation:
 
     def body(self) -> dict[str, Any]:
         """The body of the next request."""
-        return {"messages": self.messages[:-1], **self._settings}
+        messages = [_sent(message) for message in self.messages[:-1]]
+        return {"messages": messages, **self._settings}
 
-    def say(self, text: str) -> RemoteStream:
-        """Adds a user's message, and returns the stream of the answer to it."""
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+    def say(self, message: str | dict[str, Any]) -> RemoteStream:
+        """Adds a user's text or a message, and returns the stream of the answer to it."""
+        said = {"role": "user", "content": message} if isinstance(message, str) else message
+        self.messages += [said, {"role": "assistant", "content": ""}]
         return RemoteStream(self)
 
-    def make_room(self, text: str) -> int:
+    def make_room(self, message: str | dict[str, Any]) -> int:
         """0: the server says when its context is full."""
         return 0
 
@@ -249,3 +251,19 @@ class RemoteConversation:
     def save(self, path: Path) -> None:
         """Writes the messages as a JSON file, as :meth:`maxjax.Conversation.save` does."""
         write_messages(path, self.messages)
+
+
+def _sent(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the API has it: pictures are addresses, and the files of a saved chat are read."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    from ..images.decode import data_address
+
+    parts = [
+        {"type": "image_url", "image_url": {"url": data_address(part)}}
+        if isinstance(part, dict) and part.get("type") == "image"
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}

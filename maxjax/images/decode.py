@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,16 +29,25 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-# The first bytes of a file, and Pillow's module and class that decode it. Pillow's own search would try formats that
-# start other programs (EPS) and warn of sizes by a limit of the whole process.
+
+class _Format(NamedTuple):
+    """A format: its name, the first bytes of its files, and Pillow's module and class that decode it."""
+
+    name: str
+    signature: bytes
+    module: str
+    plugin: str
+
+
+# Pillow's own search would try formats that start other programs (EPS) and warn of sizes by a limit of the whole
+# process.
 _FORMATS = (
-    (rb"\x89PNG\r\n\x1a\n", "PngImagePlugin", "PngImageFile"),
-    (rb"\xff\xd8\xff", "JpegImagePlugin", "JpegImageFile"),
-    (rb"RIFF.{4}WEBP", "WebPImagePlugin", "WebPImageFile"),
-    (rb"GIF8[79]a", "GifImagePlugin", "GifImageFile"),
-    (rb"BM", "BmpImagePlugin", "BmpImageFile"),
+    _Format("PNG", rb"\x89PNG\r\n\x1a\n", "PngImagePlugin", "PngImageFile"),
+    _Format("JPEG", rb"\xff\xd8\xff", "JpegImagePlugin", "JpegImageFile"),
+    _Format("WebP", rb"RIFF.{4}WEBP", "WebPImagePlugin", "WebPImageFile"),
+    _Format("GIF", rb"GIF8[79]a", "GifImagePlugin", "GifImageFile"),
+    _Format("BMP", rb"BM", "BmpImagePlugin", "BmpImageFile"),
 )
-_NAMES = "PNG, JPEG, WebP, GIF, BMP"
 _SIGNATURE_BYTES = 16
 
 # A decoder goes through all pixels of a progressive JPEG for each scan, of which an encoder makes about ten; a scan of
@@ -81,8 +90,7 @@ def decode(item: Any, limits: Limits | None = None) -> np.ndarray:
 
     Raises:
         UserInputError: it is no picture, its format is not supported, it is truncated or corrupt, or has too many
-            pixels; it is an address in a network; Pillow is not installed.
-        CheckpointError: the path cannot be read.
+            pixels; the path cannot be read; it is an address in a network; Pillow is not installed.
 
     Example:
         >>> import numpy as np
@@ -111,22 +119,59 @@ def is_image(item: Any) -> bool:
     return is_pixels or _is_pillow(item)
 
 
+def beside(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return a part of a message whose picture, if it has a relative path, is in a folder.
+
+    Example:
+        >>> beside({"type": "image", "image": "cat.png"}, "/photos")
+        {'type': 'image', 'image': '/photos/cat.png'}
+
+    Raises:
+        UserInputError: the part holds no picture.
+    """
+    found = _payload(part)
+    is_path = isinstance(found, str) and found and "://" not in found and not _is_data(found)
+    return {"type": "image", "image": os.path.join(folder, found)} if is_path else part
+
+
+def check_format(head: bytes, what: str) -> str:
+    """Return the name of the format of a file that begins with these 16 bytes.
+
+    Example:
+        >>> check_format(b"GIF89a" + bytes(10), "a file")
+        'GIF'
+
+    Raises:
+        UserInputError: it is of no format that :func:`decode` takes; the message calls the file ``what``.
+    """
+    return _format_of(head, what).name
+
+
+def data_address(picture: str | os.PathLike[str] | Mapping[str, Any]) -> str:
+    """Return the picture of a file, or of a part of a message, as an address ``data:image/…;base64,…``.
+
+    An address of a network stays as it is. Pillow is not needed.
+
+    Raises:
+        UserInputError: the path cannot be read, or the file is of no format that :func:`decode` takes.
+    """
+    found = _payload(picture)
+    if isinstance(found, str) and ("://" in found or _is_data(found)):
+        return found
+    with _opened(found) as stream:
+        data = stream.read()
+    name = check_format(data[:_SIGNATURE_BYTES], printable(os.fsdecode(found)))
+    return f"data:image/{name.lower()};base64,{binascii.b2a_base64(data, newline=False).decode()}"
+
+
 def open_rgb(item: Any, limits: Limits | None = None) -> Image:
     """Return a picture as Pillow's image of mode RGB, upright; arguments and errors are those of :func:`decode`."""
     limits = in_force(limits)
     pillow("PIL.Image")
     item = _payload(item)
     if isinstance(item, (str, os.PathLike)) and not (isinstance(item, str) and _is_data(item)):
-        path = local_path(item)
-        try:
-            file = open_regular(path)
-        except CheckpointError as error:
-            raise UserInputError(f"{printable(path)} is not a picture: {error.problem}") from error
-        try:
-            with os.fdopen(file.fd, "rb", closefd=False) as stream:
-                return _decoded(stream, printable(path), limits)
-        finally:
-            file.close()
+        with _opened(item) as stream:
+            return _decoded(stream, printable(os.fsdecode(item)), limits)
     if isinstance(item, str):
         item = _data_bytes(item)
     if isinstance(item, (bytes, bytearray, memoryview)):
@@ -249,6 +294,22 @@ def _of_array(pixels: np.ndarray) -> Image:
     return pillow("PIL.Image").fromarray(np.ascontiguousarray(pixels))
 
 
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """The file of a picture while it is read."""
+    try:
+        file = open_regular(local_path(path))
+    except CheckpointError as error:
+        raise UserInputError(
+            f"{printable(os.fsdecode(path))} is not a picture: {error.problem}"
+        ) from error
+    try:
+        with os.fdopen(file.fd, "rb", closefd=False) as stream:
+            yield stream
+    finally:
+        file.close()
+
+
 # --- decoding -----------------------------------------------------------------------------
 
 
@@ -269,17 +330,22 @@ def _as_input_error(what: str) -> Iterator[None]:
 def _decoded(stream: IO[bytes], what: str, limits: Limits) -> Image:
     head = stream.read(_SIGNATURE_BYTES)
     stream.seek(0)
-    found = next((one for one in _FORMATS if re.match(one[0], head, re.DOTALL)), None)
-    if found is None:
-        raise UserInputError(
-            f"{what} has an unknown format (supported: {_NAMES}); it begins with {head!r}"
-        )
-    _, module, name = found
-    plugin = getattr(pillow(f"PIL.{module}"), name)
-    if name == "JpegImageFile":
+    found = _format_of(head, what)
+    plugin = getattr(pillow(f"PIL.{found.module}"), found.plugin)
+    if found.name == "JPEG":
         _check_scans(stream, what)
     with _as_input_error(what):
         return _upright_rgb(plugin(stream), what, limits)
+
+
+def _format_of(head: bytes, what: str) -> _Format:
+    for one in _FORMATS:
+        if re.match(one.signature, head, re.DOTALL):
+            return one
+    names = ", ".join(one.name for one in _FORMATS)
+    raise UserInputError(
+        f"{what} has an unknown format (supported: {names}); it begins with {head[:_SIGNATURE_BYTES]!r}"
+    )
 
 
 def _check_scans(stream: IO[bytes], what: str) -> None:

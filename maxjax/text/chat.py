@@ -201,12 +201,45 @@ def _applied(
 
 
 def chat_prompt(tokenizer: Any, messages: Iterable[Any], **options: Any) -> str:
-    """The prompt of a chat that is to be answered: :func:`apply_chat_template`, also for calls in OpenAI's form.
+    """The prompt of a chat that is to be answered: :func:`apply_chat_template`, in the form that the template takes.
 
     OpenAI's API has the arguments of a call as JSON text. Most templates take them as dicts, and some as text. If the
     template fails with the given form, encodes a text twice or prints a dict as Python does, it gets the other form.
+    Templates of LLaVA and Idefics take texts in parts alone, and write nothing of others: they get parts.
     """
     listed = items_of(messages, "messages", "a list of dicts with 'role' and 'content'")
+    if tokenizer is not None:
+        template = _template_source(tokenizer, options.get("chat_template"), options.get("tools"))
+        special = tuple(getattr(tokenizer, "special_tokens", {}).items())
+        if _takes_parts_alone(template, special):
+            listed = [_in_parts(message) for message in listed]
+    return _with_calls(tokenizer, listed, options)
+
+
+@functools.lru_cache(16)
+def _takes_parts_alone(template: str, special: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether a template writes the text of a message only if it is a part of a list."""
+    mark = "TEXT_OF_A_MESSAGE"
+
+    def shows(content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        with suppress(UserInputError):
+            return mark in render(template, {**dict(special), "messages": messages})
+        return False
+
+    return not shows(mark) and shows([{"type": "text", "text": mark}])
+
+
+def _in_parts(message: Any) -> Any:
+    """The message with its text as a part of a list."""
+    message = message if isinstance(message, Mapping) else fields_of(message) or message
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_calls(tokenizer: Any, listed: list[Any], options: Mapping[str, Any]) -> str:
+    """The prompt, with the arguments of calls in the form that the template takes."""
     given: list[Any] = []
     other = [_with_other_arguments(message, given.append) for message in listed]
     found = error = None
@@ -323,11 +356,21 @@ def write_messages(path: str | os.PathLike[str], messages: Sequence[Any]) -> Non
     """Writes the messages of a chat as a JSON file, and replaces one that exists.
 
     Raises:
+        UserInputError: a message holds a picture that is neither a path nor a ``data:`` address.
         CheckpointError: the file cannot be written; an existing file is unchanged.
     """
-    text = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
+    text = json.dumps(messages, ensure_ascii=False, indent=1, default=_saved) + "\n"
     # A lone surrogate becomes its JSON escape.
     replace_file(writable_path(path), [text.encode("utf-8", "backslashreplace")])
+
+
+def _saved(value: Any) -> str:
+    """A path as JSON has it."""
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    raise UserInputError(
+        f"a chat is saved as JSON, which has no {type(value).__name__}: pass pictures as paths or data: addresses"
+    )
 
 
 def answer_message(answer: Any, tokenizer: Any, **options: Any) -> dict[str, Any]:

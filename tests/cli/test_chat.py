@@ -13,6 +13,8 @@ import pytest
 
 import maxjax
 from maxjax.engine.batching.scheduler import Scheduler
+from tests.engine.test_pictures import picture
+from tests.engine.test_pictures import write_model as write_llava
 
 from .models import in_process, write_model
 
@@ -196,6 +198,77 @@ def test_what_cannot_be_chatted_with(chat, tmp_path, minilm):
     for model, says in ((plain, "no chat template"), (minilm, "not a language model")):
         found = in_process("chat", "--model", model, stdin="hi\n")
         assert found[:2] == (1, "") and says in found[2]
+
+
+# --- pictures -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A folder with a model that takes pictures, two pictures, and a file that is none."""
+    folder = write_llava(tmp_path_factory.mktemp("llava"))
+    PIL = pytest.importorskip("PIL.Image")
+    for seed in range(2):
+        PIL.fromarray(picture(seed)).save(folder / f"{seed}.png")
+    (folder / "broken.png").write_bytes((folder / "0.png").read_bytes()[:60])
+    return folder
+
+
+def test_pictures_come_with_the_next_message(llava, tmp_path, monkeypatch):
+    """Each is encoded once in a chat; a saved chat has them, and goes on after the files are gone."""
+    vision = maxjax.load(llava)
+    encoded, encode = [], type(vision[0].vision).encode
+    counted = lambda self, *args: encoded.append(1) or encode(self, *args)
+    monkeypatch.setattr(type(vision[0].vision), "encode", counted)
+    chat = functools.partial(in_process, "chat", "--model", llava, *N)
+    file = tmp_path / "chat.json"
+    stdin = f"/image {llava}/0.png\n/image {llava}/1.png\nw1\nw2 w3\n/save {file}\n"
+    code, out, err = chat(stdin=stdin)
+    assert code == 0 and len(encoded) == 2
+    assert "(attached to the next message: 0.png, 1.png)" in err
+    parts = [{"type": "image", "image": picture(seed)} for seed in range(2)]
+    conversation = maxjax.Conversation(*vision, max_new_tokens=6)
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": "w1"}]}
+    expected = ["".join(conversation.say(said)) for said in (message, "w2 w3")]
+    assert out == "".join(f"{answer}\n" for answer in expected)
+    saved = json.loads(file.read_text())
+    assert [len(one["content"]) for one in saved[:1]] == [3] and saved[2]["content"] == "w2 w3"
+    urls = [part["image_url"]["url"] for part in saved[0]["content"][:2]]
+    assert all(url.startswith("data:image/png;base64,") for url in urls)
+    third = "".join(conversation.say("w4"))
+    assert chat("--load", file, stdin="w4\n")[:2] == (0, f"{third}\n")
+
+
+def test_pictures_that_are_not_attached(llava, tmp_path):
+    chat = functools.partial(in_process, "chat", "--model", llava, *N)
+    image = lambda name: f"/image {llava / name}\n"
+    code, out, err = chat(stdin=image("none.png") + image("broken.png") + image("config.json"))
+    assert (code, out) == (1, "")
+    for line, says in zip(err.splitlines(), ["no such file", "decoded", "format"], strict=True):
+        assert says in line
+    # Taken back, or with the chat.
+    file = tmp_path / "chat.json"
+    stdin = f"{image('0.png')}/image\nw1\n{image('0.png')}/reset\nw1\n/save {file}\n"
+    code, out, err = chat(stdin=stdin)
+    first, second = out.splitlines()
+    assert code == 0 and first == second and "(1 taken back)" in err
+    assert json.loads(file.read_text())[0]["content"] == "w1"
+
+
+def test_a_picture_stays_attached_until_a_message_takes_it(llava, tmp_path):
+    file = tmp_path / "chat.json"
+    stdin = f"/image {llava}/0.png\n{'w1 ' * 300}\nw2\n/save {file}\n"
+    code, out, err = in_process("chat", "--model", llava, *N, stdin=stdin)
+    assert code == 1 and out.count("\n") == 1 and "the model's context is 256" in err
+    assert [part["type"] for part in json.loads(file.read_text())[0]["content"]] == [
+        "image_url",
+        "text",
+    ]
+
+
+def test_a_model_of_text_takes_no_pictures(chat, llava):
+    code, out, err = chat(stdin=f"/image {llava}/0.png\n")
+    assert (code, out) == (1, "") and "Llama takes text alone" in err
 
 
 # --- in a terminal ------------------------------------------------------------------------

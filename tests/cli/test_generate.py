@@ -15,6 +15,8 @@ import tokenizers
 import maxjax
 from maxjax.cli import application as cli
 from maxjax.cli.options import file_path, text
+from tests.engine.test_pictures import asked, picture
+from tests.engine.test_pictures import write_model as write_llava
 
 from .models import in_process, write_model
 
@@ -224,6 +226,90 @@ def test_statistics_are_on_stderr(run, model):
     *_, raw = run("generate", "--model", model, "x", "--max-new-tokens", 1, "--verbose", "--raw")
     assert "the text as it is" in raw
     assert rows["sampling"] == "greedy" and rows["ended"].startswith("after 5 tokens")
+
+
+# --- pictures -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A folder with a model that takes pictures, two pictures, and a file that is none."""
+    folder = write_llava(tmp_path_factory.mktemp("llava"))
+    PIL = pytest.importorskip("PIL.Image")
+    for seed in range(2):
+        PIL.fromarray(picture(seed)).save(folder / f"{seed}.png")
+    (folder / "broken.png").write_bytes((folder / "0.png").read_bytes()[:60])
+    return folder
+
+
+def answer_to(folder, *messages, **options):
+    return maxjax.generate(*maxjax.load(folder), list(messages), **options)
+
+
+def test_a_question_about_pictures(run, llava):
+    """Each is before the text, in the order of the options."""
+    (message,) = asked(picture(0))
+    second = {"type": "image", "image": picture(1)}
+    for images, content in (
+        (["0.png"], message["content"]),
+        (["0.png", "1.png"], [message["content"][0], second, message["content"][1]]),
+    ):
+        options = [x for name in images for x in ("--image", llava / name)]
+        code, out, err = run("generate", "--model", llava, "w1 w2", *options, *N, "--json")
+        assert (code, err) == (0, "")
+        found = json.loads(out)
+        expected = answer_to(llava, {"role": "user", "content": content}, max_new_tokens=12)
+        assert found["tokens"] == list(expected.tokens)
+        assert found["prompt_tokens"] == list(expected.prompt_tokens)
+
+
+def test_a_picture_after_a_system_message(run, llava):
+    system = ("--system", "w5", "--image", llava / "0.png", "--json")
+    code, out, _ = run("generate", "--model", llava, "w1 w2", *system, *N)
+    message = {"role": "system", "content": "w5"}
+    expected = answer_to(llava, message, *asked(picture(0)), max_new_tokens=12)
+    assert code == 0 and json.loads(out)["tokens"] == list(expected.tokens)
+
+
+def test_pictures_that_cannot_be(fails, llava):
+    image = lambda name: ("x", "--image", llava / name)
+    assert "none.png is not a picture: no such file" in fails(*image("none.png"))
+    assert "broken.png cannot be decoded" in fails(*image("broken.png"))
+    assert "unknown format" in fails(*image("config.json"))
+    assert "Llama takes text alone" in fails(*image("0.png"))
+    assert "--image cannot be given with --raw" in fails(*image("0.png"), "--raw", code=2)
+    job = ("--input", "a", "--output", "b", "--image", "c")
+    assert "--image cannot be given with --input" in fails(*job, code=2)
+
+
+def test_a_job_with_pictures(run, llava, tmp_path, monkeypatch):
+    """Relative paths begin at the folder of the job, wherever it is run; each error is that of its line."""
+    monkeypatch.chdir(tmp_path)
+    job = llava / "job.jsonl"
+    paths = ["0.png", str(llava / "1.png"), "none.png", "broken.png", "gs://a/b", "a\0", 5]
+    lines = [{"messages": asked(path)} for path in paths]
+    address = {"type": "image_url", "image_url": {"url": "0.png"}}
+    text = {"type": "text", "text": "w1 w2"}
+    lines += [
+        {"messages": [{"role": "user", "content": content}]}
+        for content in ([address, text], [{"type": "image"}], [{"type": ["image"]}], [text])
+    ]
+    job.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = ("--input", job, "--output", "out.jsonl", "--max-new-tokens", 4)
+    code, _, err = run("generate", "--model", llava, *output, "--temperature", 0)
+    assert code == 0 and "4 answers, 7 errors" in err
+    written = (tmp_path / "out.jsonl").read_text().splitlines()
+    found = {one["index"]: one for one in map(json.loads, written)}
+    for index, seed in ((0, 0), (1, 1), (7, 0)):
+        expected = answer_to(llava, *asked(picture(seed)), max_new_tokens=4, temperature=0)
+        assert found[index]["text"] == str(expected)
+    for index, says in {
+        2: "no such file",
+        3: "cannot be decoded",
+        4: "gs://",
+        8: "picture",
+    }.items():
+        assert says in found[index]["error"]
 
 
 # --- what cannot be -----------------------------------------------------------------------

@@ -153,6 +153,18 @@ def test_a_conversation_encodes_a_picture_once(loaded, monkeypatch):
     assert chat.completion.tokens == again.tokens
 
 
+def test_a_chat_with_a_picture_is_saved(loaded, tmp_path):
+    """A path as it is; a picture that JSON does not have is refused by name."""
+    PIL.fromarray(picture()).save(tmp_path / "a.png")
+    chat = maxjax.Conversation(*loaded, asked(tmp_path / "a.png"), **OPTIONS)
+    chat.save(tmp_path / "chat.json")
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    assert saved == asked(str(tmp_path / "a.png"))
+    with pytest.raises(UserInputError, match="ndarray"):
+        maxjax.Conversation(*loaded, asked(picture()), **OPTIONS).save(tmp_path / "chat.json")
+    assert json.loads((tmp_path / "chat.json").read_text()) == saved
+
+
 def test_several_pictures_in_an_engine(loaded):
     model, tokenizer = loaded
     two = asked(picture(), "w1") + asked(picture(1), "w2")

@@ -1,5 +1,6 @@
 """The server on a port: OpenAI's client, hostile connections, and its end."""
 
+import base64
 import io
 import json
 import os
@@ -298,6 +299,25 @@ def test_chat_with_a_server(given, monkeypatch, capsys, tmp_path):
     contents = [message["content"] for message in engine.asked[1][0]]
     assert contents == ["Be short.", "one", "Yes.", "two"] and engine.asked[1][1]["top_k"] == 3
     assert [one["content"] for one in json.loads(saved.read_text())] == [*contents, "Yes."]
+
+
+def test_a_chat_with_a_server_sends_pictures(given, monkeypatch, capsys, tmp_path):
+    """As data: addresses, also those of a saved chat."""
+    PIL = pytest.importorskip("PIL.Image")
+    PIL.new("RGB", (3, 2), "red").save(tmp_path / "a.png")
+    listening, saved = given(), tmp_path / "chat.json"
+    part = {"type": "image", "image": str(tmp_path / "a.png")}
+    saved.write_text(json.dumps([{"role": "user", "content": [part]}]))
+    arguments = ("chat", "--url", listening.url, "--load", str(saved))
+    lines = f"/image {tmp_path}/none.png\n/image {tmp_path}/a.png\none\n/save {saved}\n"
+    code, out, err = run_command(monkeypatch, capsys, *arguments, lines=lines)
+    assert code == 1 and out == "Yes.\n" and "no such file" in err
+    first, second = listening.server.engine.asked[0][0]
+    (picture, text) = second["content"]
+    data = base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    assert picture == {"type": "image", "image": f"data:image/png;base64,{data}"}
+    assert first["content"] == [picture] and text == {"type": "text", "text": "one"}
+    assert len(json.loads(saved.read_text())) == 3
 
 
 def test_bench_of_a_server(given, monkeypatch, capsys):

@@ -198,6 +198,28 @@ def test_a_template_that_takes_json_gets_it_as_it_is(tokenizer):
     assert '{"é":[1,null]}' in shown and shown == apply_chat_template(tokenizer, chat, **options)
 
 
+# As those of LLaVA and Idefics, which have nothing to write where a content is a text.
+IN_PARTS = (
+    "{% for m in messages %}{{ m['role'] | upper }}:{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    " {{ p['text'] }}{% endfor %}|{% endfor %}",
+    "{% for m in messages %}{{ m['role'] | upper }}:{% for p in m['content'] %}{% if p['type'] == 'text' %}"
+    " {{ p['text'] }}{% endif %}{% endfor %}|{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", IN_PARTS)
+def test_a_template_that_takes_texts_in_parts_alone(tokenizer, template):
+    asked = lambda *messages: chat_prompt(tokenizer, messages, chat_template=template)
+    system, user = {"role": "system", "content": "a"}, {"role": "user", "content": " b\n"}
+    assert asked(system, user) == "SYSTEM: a|USER:  b\n|"
+    in_parts = {"role": "user", "content": [{"type": "text", "text": "c"}]}
+    assert asked(in_parts) == "USER: c|"
+    said = {"role": "assistant", "content": "S"}  # as in the name of a role
+    assert asked(in_parts, said, user) == "USER: c|ASSISTANT: S|USER:  b\n|"
+    # A text that no form shows changes nothing.
+    assert chat_prompt(tokenizer, [user], chat_template="{{ messages[0].role }}") == "user"
+
+
 @pytest.mark.parametrize("template", WRITES_TEXT)
 def test_templates_that_add_arguments_to_a_text_get_json(tokenizer, template):
     for arguments in ({"é": [1, None]}, '{"é": [1, null]}'):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ...errors import UserInputError, first_line, shown
+from ...images.decode import beside, is_image
 from ...progress import Task, task
 from .answer import PendingAnswer
 from .engine import Engine
@@ -61,7 +62,8 @@ def run_job(
     """Answers the prompts of a file, and appends a line to another one as each answer ends.
 
     Each line of ``source`` is a JSON text, or an object with "prompt" (a text), "messages" (a chat) or "tokens" (token
-    ids), and perhaps with an "id" of any value, and with "adapter", the name of one of the engine's. Each line of
+    ids), and perhaps with an "id" of any value, and with "adapter", the name of one of the engine's. Messages may have
+    pictures, ``{"type": "image", "image": path}``; a relative path begins at the folder of ``source``. Each line of
     ``target`` is an object with "index", the number of the prompt's line from 0 on, its "id" if it has one, and "text",
     "finish_reason", "prompt_tokens" and "tokens" (numbers of tokens), or "error". Blank lines are skipped. Lines come
     in the order in which answers end.
@@ -108,7 +110,7 @@ def run_job(
         done = _written(file, target)
         before = len(done)
         progress.add(before)
-        job = _Job(engine, file, progress, settings)
+        job = _Job(engine, file, progress, settings, os.path.dirname(os.path.abspath(source)))
         try:
             for line in _lines(source):
                 if line.number not in done:
@@ -123,8 +125,11 @@ def run_job(
 class _Job:
     """The answers that are being written, never many more than the engine has slots."""
 
-    def __init__(self, engine: Engine, file: Any, progress: Task, settings: Mapping[str, Any]):
+    def __init__(
+        self, engine: Engine, file: Any, progress: Task, settings: Mapping[str, Any], folder: str
+    ):
         self._engine, self._file, self._progress, self._settings = engine, file, progress, settings
+        self._folder = folder
         self._ended: queue.SimpleQueue[tuple[_Line, PendingAnswer]] = queue.SimpleQueue()
         self._open: set[PendingAnswer] = set()
         self._most = 2 * engine.slots
@@ -141,7 +146,7 @@ class _Job:
         if settings.get("key") is not None:
             settings["key"] = jax.random.fold_in(settings["key"], line.number)
         try:
-            answer = self._engine.submit(line.prompt, **settings)
+            answer = self._engine.submit(_beside(line.prompt, self._folder), **settings)
         except (UserInputError, TypeError) as error:
             return self._write(line, {"error": first_line(error)})
         self._open.add(answer)
@@ -228,6 +233,24 @@ def _read_line(number: int, line: bytes) -> _Line:
             f"an object has one of {', '.join(_KINDS)}, and perhaps {_ID} and {_ADAPTER}: {problem}",
         )
     return _Line(number, found[given[0]], known, None, settings)
+
+
+def _beside(prompt: Any, folder: str) -> Any:
+    """A chat whose pictures with relative paths are in a folder; any other prompt as it is."""
+    if not isinstance(prompt, list):
+        return prompt
+    found = []
+    for message in prompt:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            is_picture = [isinstance(one, dict) and is_image(one) for one in content]
+            pairs = zip(content, is_picture, strict=True)
+            message = {
+                **message,
+                "content": [beside(one, folder) if so else one for one, so in pairs],
+            }
+        found.append(message)
+    return found
 
 
 def _written(file: Any, path: str | os.PathLike[str]) -> set[int]:

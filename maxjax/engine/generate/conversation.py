@@ -130,13 +130,7 @@ class Conversation(Rendered):
 
     def _stream(self, text: str | Mapping[str, Any]) -> Stream:
         with Lockstep("say", shardings_of(self._request.model)) as together:
-            if isinstance(text, Mapping):
-                message = [dict(text)]
-            elif isinstance(text, str):
-                check_unicode(text, "the message")
-                message = [{"role": "user", "content": text}]
-            else:
-                raise TypeError(f"the message must be a str or a dict, not {type(text).__name__}")
+            message = [_said(text)]
             prompt = self._prompt(message)
             key = None
             if not self._request.sampling.is_greedy:
@@ -178,14 +172,14 @@ class Conversation(Rendered):
             )
             self.messages += [*message, answer]
 
-    def make_room(self, text: str, tokens: int | None = None) -> int:
+    def make_room(self, text: str | Mapping[str, Any], tokens: int | None = None) -> int:
         """Drops the oldest turns from the prompt until ``text`` and an answer to it fit.
 
         System messages at the beginning stay in the prompt. Dropped messages stay in
         :attr:`messages`, but the model does not see them again before :meth:`reset`.
 
         Args:
-            text: the next message of the user.
+            text: the next message, as for :meth:`say`.
             tokens: the number of tokens kept free for the answer; by default ``max_new_tokens``,
                 but at most a quarter of the context, so that the next turns fit as well.
 
@@ -199,7 +193,7 @@ class Conversation(Rendered):
         longest = self._request.longest
         if tokens is None:
             tokens = min(self._request.max_new_tokens, longest // 4)
-        message = [{"role": "user", "content": text}]
+        message = [_said(text)]
         before = max(self._start, self._system_length())
         turns = [
             i for i, one in enumerate(self.messages) if one.get("role") == "user" and i > before
@@ -233,6 +227,7 @@ class Conversation(Rendered):
         """Writes the messages as a JSON file, and replaces one that exists.
 
         Raises:
+            UserInputError: a message holds a picture that is neither a path nor a ``data:`` address.
             CheckpointError: the file cannot be written; an existing file is unchanged.
         """
         write_messages(path, self.messages)
@@ -278,6 +273,16 @@ class Conversation(Rendered):
 
 def _beginning(message: Any) -> str:
     return f"{short(message.get('role'), 20)}: {short(message.get('content'), 60)!r}"
+
+
+def _said(text: Any) -> dict[str, Any]:
+    """The message of a user who says a text, or a copy of the given message."""
+    if isinstance(text, Mapping):
+        return dict(text)
+    if not isinstance(text, str):
+        raise TypeError(f"the message must be a str or a dict, not {type(text).__name__}")
+    check_unicode(text, "the message")
+    return {"role": "user", "content": text}
 
 
 def _message(message: Any) -> dict[str, Any]:
