@@ -47,6 +47,8 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
                        help="number of processes")  # fmt: skip
     group.add_argument("--process", dest="process_id", type=integer(0), metavar="I",
                        help="number of this process, from 0 on")  # fmt: skip
+    group.add_argument("--heartbeat", type=positive, metavar="SECONDS",
+                       help="a process without a sign of life for so long is lost (default: 20)")  # fmt: skip
     group = parser.add_argument_group("clients")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                        help="address to listen on; 0.0.0.0 for all (default: 127.0.0.1)")  # fmt: skip
@@ -62,6 +64,9 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
                        help="an origin of web pages that may ask; may be repeated")  # fmt: skip
     group.add_argument("--allow-host", action="append", type=text, default=[], metavar="NAME",
                        help="a Host header that is answered, besides localhost; may be repeated")  # fmt: skip
+    group.add_argument("--allow-image-host", action="append", type=text, default=[], metavar="PATTERN",
+                       help="a host from which pictures at http(s) addresses are fetched: a name, *.NAME, or *"
+                       " for all; may be repeated")  # fmt: skip
     group.add_argument("--waiting", type=positive, default=1024, metavar="N",
                        help="answers that may wait; more are refused with status 429 (default: 1024)")  # fmt: skip
     group.add_argument("--timeout", type=positive, default=600, metavar="S",
@@ -93,6 +98,7 @@ def serve(options: argparse.Namespace) -> Iterable[str]:
     server = Server(
         options.name or PurePath(options.model).name, keys, options.shared_prefixes,
         RequestLimits(seconds=options.timeout, waiting=options.waiting), options.tool_call_parser,
+        options.allow_image_host,
     )  # fmt: skip
     loading = threading.Thread(target=_load, args=(options, server), daemon=True)
 
@@ -165,6 +171,8 @@ def _is_shared(options: argparse.Namespace) -> bool:
 def _joined(options: argparse.Namespace) -> int:
     """Joins the other processes, if there are any; returns the number of this one."""
     if not _is_shared(options):
+        if options.heartbeat is not None:
+            options.error("--heartbeat is for several processes: it needs --coordinator")
         return 0
     if options.mesh is None:
         raise UserInputError(
@@ -176,7 +184,9 @@ def _joined(options: argparse.Namespace) -> int:
     from ..distributed import initialize
 
     address = options.coordinator_address
-    initialize(None if address == "auto" else address, options.num_processes, options.process_id)
+    given = {} if options.heartbeat is None else {"heartbeat_timeout": options.heartbeat}
+    address = None if address == "auto" else address
+    initialize(address, options.num_processes, options.process_id, **given)
     return jax.process_index()
 
 

@@ -48,6 +48,7 @@ _FORMATS = (
     _Format("GIF", rb"GIF8[79]a", "GifImagePlugin", "GifImageFile"),
     _Format("BMP", rb"BM", "BmpImagePlugin", "BmpImageFile"),
 )
+FORMATS = ", ".join(one.name for one in _FORMATS)
 _SIGNATURE_BYTES = 16
 
 # A decoder goes through all pixels of a progressive JPEG for each scan, of which an encoder makes about ten; a scan of
@@ -134,17 +135,15 @@ def beside(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Mapping[s
     return {"type": "image", "image": os.path.join(folder, found)} if is_path else part
 
 
-def check_format(head: bytes, what: str) -> str:
-    """Return the name of the format of a file that begins with these 16 bytes.
+def format_name(head: bytes) -> str | None:
+    """Return the name of the format of a file that begins with these 16 bytes; None if :func:`decode` does not take it.
 
     Example:
-        >>> check_format(b"GIF89a" + bytes(10), "a file")
-        'GIF'
-
-    Raises:
-        UserInputError: it is of no format that :func:`decode` takes; the message calls the file ``what``.
+        >>> format_name(b"GIF89a" + bytes(10)), format_name(b"<html>")
+        ('GIF', None)
     """
-    return _format_of(head, what).name
+    found = _format_of(head)
+    return None if found is None else found.name
 
 
 def data_address(picture: str | os.PathLike[str] | Mapping[str, Any]) -> str:
@@ -160,7 +159,7 @@ def data_address(picture: str | os.PathLike[str] | Mapping[str, Any]) -> str:
         return found
     with _opened(found) as stream:
         data = stream.read()
-    name = check_format(data[:_SIGNATURE_BYTES], printable(os.fsdecode(found)))
+    name = _require_format(data[:_SIGNATURE_BYTES], printable(os.fsdecode(found))).name
     return f"data:image/{name.lower()};base64,{binascii.b2a_base64(data, newline=False).decode()}"
 
 
@@ -330,7 +329,7 @@ def _as_input_error(what: str) -> Iterator[None]:
 def _decoded(stream: IO[bytes], what: str, limits: Limits) -> Image:
     head = stream.read(_SIGNATURE_BYTES)
     stream.seek(0)
-    found = _format_of(head, what)
+    found = _require_format(head, what)
     plugin = getattr(pillow(f"PIL.{found.module}"), found.plugin)
     if found.name == "JPEG":
         _check_scans(stream, what)
@@ -338,14 +337,17 @@ def _decoded(stream: IO[bytes], what: str, limits: Limits) -> Image:
         return _upright_rgb(plugin(stream), what, limits)
 
 
-def _format_of(head: bytes, what: str) -> _Format:
-    for one in _FORMATS:
-        if re.match(one.signature, head, re.DOTALL):
-            return one
-    names = ", ".join(one.name for one in _FORMATS)
-    raise UserInputError(
-        f"{what} has an unknown format (supported: {names}); it begins with {head[:_SIGNATURE_BYTES]!r}"
-    )
+def _format_of(head: bytes) -> _Format | None:
+    return next((one for one in _FORMATS if re.match(one.signature, head, re.DOTALL)), None)
+
+
+def _require_format(head: bytes, what: str) -> _Format:
+    found = _format_of(head)
+    if found is None:
+        raise UserInputError(
+            f"{what} has an unknown format (supported: {FORMATS}); it begins with {head!r}"
+        )
+    return found
 
 
 def _check_scans(stream: IO[bytes], what: str) -> None:

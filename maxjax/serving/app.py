@@ -60,7 +60,7 @@ _ALIASES = {"/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank"}
 def app(
     engine: Any, *, name: str | None = None, keys: Sequence[str] = (), shares_prefixes: bool = False,
     origins: Sequence[str] = (), hosts: Sequence[str] | None = None,
-    limits: RequestLimits = DEFAULT_LIMITS, format: str | None = None,
+    limits: RequestLimits = DEFAULT_LIMITS, format: str | None = None, image_hosts: Sequence[str] = (),
 ) -> Starlette:  # fmt: skip
     """An ASGI application that answers OpenAI's API with an engine.
 
@@ -79,6 +79,9 @@ def app(
         limits: what a client may ask for.
         format: the format in which the model writes calls of functions, by vLLM's names (``"hermes"``); by default that
             of its chat template.
+        image_hosts: hosts from which the server fetches pictures that requests name by http(s) addresses; none by
+            default. ``"*.example.org"`` are all names below one, ``"*"`` all hosts. What is fetched has limits on bytes
+            and time, and only public addresses are asked, also after redirects.
 
     Example:
         >>> import maxjax
@@ -89,7 +92,8 @@ def app(
         ...     client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
         '2 + 3 = 5'
     """
-    server = Server(name or type(engine.model).__name__, keys, shares_prefixes, limits, format)
+    name = name or type(engine.model).__name__
+    server = Server(name, keys, shares_prefixes, limits, format, image_hosts)
     server.use(engine.model, engine.tokenizer, engine)
     server.is_ready = True
     return application(server, origins, hosts)

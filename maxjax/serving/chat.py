@@ -49,7 +49,8 @@ class Chat:
     def __init__(self, context: RequestContext, body: ChatRequest):
         context.server.check_writes()
         self._context, self._body = context, body
-        self._chat = chat_of(body.messages, context.server.tokenizer)
+        fetches = context.server.fetcher is not None
+        self._chat = chat_of(body.messages, context.server.tokenizer, fetches)
         self._tools = tools_of(body.tools)
         self._forced = _forced(body, self._tools)
         self._settings = self._arguments()
@@ -118,6 +119,7 @@ class Chat:
 
     async def whole(self) -> list[tuple[Any, WrittenParts]]:
         """The completions when all have ended, and their parts."""
+        self._chat = await self._context.server.with_pictures(self._chat)
         async with submitted(self._context, [self._chat], self._body, self._settings) as pending:
             completions = await completions_of(self._context, pending)
         found = []
@@ -135,6 +137,7 @@ class Chat:
 
         The end of an answer is told by ``parts.has_ended``.
         """
+        self._chat = await self._context.server.with_pictures(self._chat)
         async with submitted(self._context, [self._chat], self._body, self._settings) as pending:
             parts: dict[int, WrittenParts] = {}
             async for i, piece in pieces_of(self._context, pending):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from .errors import RequestError, unsupported
+from .fetch import is_fetched
 from .fields import Message, Tool
 
 # Types of parts that are texts, and the field that has the text.
@@ -16,15 +17,21 @@ _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 _PICTURES = ("image_url", "input_image")
 
 
-def chat_of(messages: Sequence[Message], tokenizer: Any) -> list[dict[str, Any]]:
-    """The messages for a chat template; texts in parts are joined by line breaks, as in vLLM."""
+def chat_of(
+    messages: Sequence[Message], tokenizer: Any, fetches: bool = False
+) -> list[dict[str, Any]]:
+    """The messages for a chat template; texts in parts are joined by line breaks, as in vLLM.
+
+    With ``fetches``, pictures may be addresses that are yet to be fetched.
+    """
     if tokenizer is None:
         raise RequestError(400, "this model has no tokenizer, so it takes token ids alone")
     sources = "".join(getattr(tokenizer, "chat_templates", {}).values())
-    return [_message(i, one, "developer" in sources) for i, one in enumerate(messages)]
+    knows = "developer" in sources
+    return [_message(i, one, knows, fetches) for i, one in enumerate(messages)]
 
 
-def _message(index: int, message: Message, knows_developer: bool) -> dict[str, Any]:
+def _message(index: int, message: Message, knows_developer: bool, fetches: bool) -> dict[str, Any]:
     if message.content is None and not message.tool_calls and message.role != "assistant":
         place = f"messages[{index}].content"
         raise RequestError(400, f"{place} is missing", param=place)
@@ -33,7 +40,7 @@ def _message(index: int, message: Message, knows_developer: bool) -> dict[str, A
         role = "system"
     found: dict[str, Any] = {
         "role": role,
-        "content": _content(message.content, f"messages[{index}].content"),
+        "content": _content(message.content, f"messages[{index}].content", fetches),
     }
     if found["content"] is None and message.refusal:
         found["content"] = message.refusal
@@ -47,7 +54,7 @@ def _message(index: int, message: Message, knows_developer: bool) -> dict[str, A
     return found
 
 
-def _content(content: str | list[dict[str, Any]] | None, place: str) -> Any:
+def _content(content: str | list[dict[str, Any]] | None, place: str, fetches: bool) -> Any:
     """A text, or with pictures a list of parts."""
     if content is None or isinstance(content, str):
         return content
@@ -56,20 +63,20 @@ def _content(content: str | list[dict[str, Any]] | None, place: str) -> Any:
     found = []
     for i, part in enumerate(content):
         if part.get("type") in _PICTURES:
-            found.append({"type": "image", "image": _picture(part, f"{place}[{i}]")})
+            found.append({"type": "image", "image": _picture(part, f"{place}[{i}]", fetches)})
         else:
             found.append({"type": "text", "text": _of_part(part, f"{place}[{i}]")})
     return found
 
 
-def _picture(part: dict[str, Any], place: str) -> str:
-    """The address of a picture, which holds the picture itself: nothing is fetched, and no file is opened."""
+def _picture(part: dict[str, Any], place: str, fetches: bool) -> str:
+    """The address of a picture, which holds the picture itself or is to be fetched: no file is opened."""
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     name = f"{place}.image_url"
     if not isinstance(url, str):
         raise RequestError(400, f"{name} must be an address: data:image/…;base64,…", param=name)
-    if not url[:5].lower() == "data:":
+    if not (url[:5].lower() == "data:" or (fetches and is_fetched(url))):
         raise unsupported(
             name,
             f"{name}: an address that is not data:image/…;base64,…, as pictures are not fetched,",

@@ -16,6 +16,7 @@ from ..text.chat import answer_format
 from ..text.formats import format_named
 from .admission import Admission
 from .errors import RequestError
+from .fetch import PictureFetcher
 from .metrics import Metrics
 
 
@@ -52,6 +53,7 @@ class Server:
         shares_prefixes: whether clients with different keys share pages of the cache.
         limits: what a client may ask for.
         format: the format in which the model writes calls of functions; None: that of its chat template.
+        image_hosts: hosts from which pictures are fetched, as patterns.
 
     Attributes:
         engine: writes answers; None before the model is there, or if it writes no text.
@@ -61,18 +63,20 @@ class Server:
         is_ending: whether no new requests are taken.
         eos_ids: the tokens that end an answer.
         format: the name of the format of calls; None if the chat template has none that is known.
+        fetcher: fetches pictures; None: no address of a network is taken.
         lock: held while texts are embedded or reranked, one request at a time.
     """
 
     def __init__(
         self, name: str, keys: Sequence[str] = (), shares_prefixes: bool = False,
-        limits: RequestLimits = DEFAULT_LIMITS, format: str | None = None,
+        limits: RequestLimits = DEFAULT_LIMITS, format: str | None = None, image_hosts: Sequence[str] = (),
     ):  # fmt: skip
         self.name, self.limits = name, limits
         self._format = None if format is None else format_named(format).names[0]
         if isinstance(keys, str) or not all(isinstance(key, str) and key.strip() for key in keys):
             raise UserInputError("keys must be a list of API keys that are not empty")
         self._keys = [_digest(key) for key in keys]
+        self.fetcher = PictureFetcher(image_hosts) if image_hosts else None
         self._secret = secrets.token_bytes(16)
         self._shares = shares_prefixes
         self.engine: Any = None
@@ -165,6 +169,16 @@ class Server:
         raise RequestError(
             404, f"there is no model {model[:80]!r}: /v1/models lists them", param="model", code="model_not_found"
         )  # fmt: skip
+
+    async def with_pictures(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A chat with the pictures that are to be fetched.
+
+        Raises:
+            RequestError: one cannot be fetched.
+        """
+        if self.fetcher is None or getattr(self.model, "vision", None) is None:
+            return chat  # the engine refuses the pictures of a model that takes none
+        return await self.fetcher.filled(chat)
 
     def check_writes(self) -> None:
         """Raises RequestError if the model writes no text."""

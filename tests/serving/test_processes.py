@@ -15,7 +15,7 @@ from maxjax.cli.application import main
 from tests.serving.conftest import QUESTION
 from tests.test_distributed import COMPILED_ALIKE, ROOT, START_SECONDS, clean, free_port
 
-HEARTBEAT = 20  # maxjax.distributed.initialize's default
+HEARTBEAT = 10  # seconds without a sign of life
 LATE = 15  # seconds that a loaded machine may add
 
 
@@ -32,7 +32,8 @@ class Serving:
         }
         command = [
             sys.executable, "-m", "maxjax", "serve", "tiny", "--mesh", "model=-1", "--port", "0", "--slots", "1",
-            "--no-compile", "--coordinator", address, "--processes", "2", *options, "--process",
+            "--no-compile", "--coordinator", address, "--processes", "2", "--heartbeat", str(HEARTBEAT), *options,
+            "--process",
         ]  # fmt: skip
         self.processes = []
         for number, log in enumerate(self.logs):
@@ -115,7 +116,8 @@ def test_a_follower_is_killed(tmp_path, is_busy):
             time.sleep(0.1)
         assert status == server.ask().status_code == 503
         assert server.processes[0].wait(HEARTBEAT + LATE) == 1
-        assert "PeerLostError: process 1 gave no sign of life" in server.logs[0].read_text()
+        told = f"PeerLostError: process 1 gave no sign of life for {HEARTBEAT} s"
+        assert told in server.logs[0].read_text()
 
 
 @pytest.mark.extra
@@ -127,7 +129,8 @@ def test_the_first_process_is_killed(tmp_path):
         assert server.processes[1].wait(HEARTBEAT + LATE) == 1
         log = server.logs[1].read_text()
         assert (
-            len(re.findall("process 0 gave no sign of life", log)) == 1 and "Traceback" not in log
+            len(re.findall(f"process 0 gave no sign of life for {HEARTBEAT} s", log)) == 1
+            and "Traceback" not in log
         )
 
 
@@ -137,3 +140,6 @@ def test_a_mesh_is_needed(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "tiny", "--processes", "0"])
     assert "--processes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "tiny", "--heartbeat", "5"])
+    assert "--heartbeat is for several processes" in capsys.readouterr().err
