@@ -16,7 +16,7 @@ import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,13 @@ def direct(house: House) -> dict[str, set[str]]:
 
 
 def longest_chain(graph: dict[str, set[str]]) -> list[str]:
-    """The longest path through the imports."""
-
-    @cache
-    def length(file: str) -> int:
-        return 1 + max((length(other) for other in graph[file]), default=0)
-
-    chain = [max(graph, key=length)]
+    """The longest path through the imports; files that import each other are a CycleError, which names them."""
+    length: dict[str, int] = {}
+    for file in TopologicalSorter(graph).static_order():
+        length[file] = 1 + max((length[other] for other in graph[file]), default=0)
+    chain = [max(graph, key=length.__getitem__)]
     while graph[chain[-1]]:
-        chain.append(max(graph[chain[-1]], key=length))
+        chain.append(max(graph[chain[-1]], key=length.__getitem__))
     return chain
 
 

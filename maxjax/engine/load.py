@@ -26,7 +26,7 @@ from ..graph.weights import FileWeights, GGUFWeights, load_weights
 from ..images import ImageProcessor
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
-from ..models import LanguageModel, PretrainedModel, build, config_beside
+from ..models import LanguageModel, PretrainedModel, VisionPart, build, config_beside
 from ..models.gguf.sampling import sampling_config
 from ..models.gguf.tokenizer.read import end_ids
 from ..models.parts.vision import VisionModel
@@ -68,7 +68,7 @@ def load(
     tokenizer: bool = True,
     tie: bool | None = None,
     mtp: bool = False,
-    vision: bool = True,
+    vision: bool | type[VisionPart] = True,
     activations: Literal["int8", "float"] | None = None,
     compile: None = None,
 ) -> tuple[PretrainedModel, Tokenizer | None]: ...
@@ -91,7 +91,7 @@ def load(
     tokenizer: bool = True,
     tie: bool | None = None,
     mtp: bool = False,
-    vision: bool = True,
+    vision: bool | type[VisionPart] = True,
     activations: Literal["int8", "float"] | None = None,
     compile: Sequence[Any],
 ) -> tuple[PretrainedModel, Tokenizer | None, Model]: ...
@@ -113,7 +113,7 @@ def load(
     tokenizer: bool = True,
     tie: bool | None = None,
     mtp: bool = False,
-    vision: bool = True,
+    vision: bool | type[VisionPart] = True,
     activations: Literal["int8", "float"] | None = None,
     compile: Sequence[Any] | None = None,
     **unknown: Any,
@@ -159,7 +159,8 @@ def load(
         mtp: whether to load the model's layer of multi-token prediction too, with which
             ``speculation="mtp"`` guesses tokens. By default it is left out.
         vision: whether to load the vision part of a vision-language model too, with which it takes pictures; False
-            loads the text model alone.
+            loads the text model alone. A class of your own (a subclass of ``maxjax.models.VisionPart``) is made and
+            loaded in place of maxjax's.
         activations: how kernels for CPUs multiply with quantised weights: ``"int8"`` rounds the
             activations to 8 bits in groups of 32 numbers, much as llama.cpp does; ``"float"`` keeps
             float activations, which takes several times as long. The default, None, is
@@ -178,7 +179,8 @@ def load(
         UnsupportedModelError: the model has an architecture that maxjax does not support.
         UserInputError: an argument is invalid: ``dtype`` or ``reduce_dtype`` is not a float dtype,
             ``activations`` is neither "int8" nor "float", ``revision`` is given for a path, ``rules``
-            do not fit the model or have no mesh, or ``mtp`` is not supported for the model.
+            do not fit the model or have no mesh, ``mtp`` is not supported for the model, or ``vision`` is neither a
+            bool nor a class of vision parts.
         TypeError: an argument is unknown; the message suggests the right name if it can.
         ProgramMismatchError: the checkpoint or the mesh is not the same in all processes.
         PeerFailedError, PeerLostError: another process could not load its part, or has ended.
@@ -254,7 +256,7 @@ def _prepared(
     rules: Any,
     tie: Any,
     mtp: bool,
-    vision: bool,
+    vision: bool | type[VisionPart],
     activations: str | None,
     tokenizer: bool,
 ) -> tuple[FileWeights, PretrainedModel, Tokenizer | None]:

@@ -30,9 +30,10 @@ if _TYPE_CHECKING:
     from .registry import all_families as all_families
     from .registry import families as families
     from .registry import register as register
-    from .registry import source_of as source_of
+    from .source import source_of as source_of
     from .ties import is_tied as is_tied
     from .ties import with_tie as with_tie
+    from .vision.part import VisionPart as VisionPart
     from .weights import main_dtype as main_dtype
 
 __getattr__, __dir__, __all__ = _attributes(
@@ -47,8 +48,10 @@ __getattr__, __dir__, __all__ = _attributes(
         "find": "find_family",
         "gguf.table": "GGUFTable",
         "parts.language_model": "LanguageModel",
-        "registry": "FamilyNames all_families families register source_of",
+        "registry": "FamilyNames all_families families register",
+        "source": "source_of",
         "ties": "is_tied with_tie",
+        "vision.part": "VisionPart",
         "weights": "main_dtype",
     },
 )

@@ -236,9 +236,9 @@ from .registry import FamilyNames as FamilyNames
 from .registry import all_families as all_families
 from .registry import families as families
 from .registry import register as register
-from .registry import source_of as source_of
 from .smollm3 import SmolLM3 as SmolLM3
 from .smollm3 import SmolLM3Config as SmolLM3Config
+from .source import source_of as source_of
 from .stablelm import StableLM as StableLM
 from .stablelm import StableLMConfig as StableLMConfig
 from .starcoder2 import Starcoder2 as Starcoder2
@@ -264,6 +264,7 @@ from .vision.dinov2 import (
 from .vision.dinov2 import Dinov2WithRegistersModel as Dinov2WithRegistersModel
 from .vision.dinov3_vit import DINOv3ViTConfig as DINOv3ViTConfig
 from .vision.dinov3_vit import DINOv3ViTModel as DINOv3ViTModel
+from .vision.part import VisionPart as VisionPart
 from .vision.siglip import SiglipConfig as SiglipConfig
 from .vision.siglip import SiglipForImageClassification as SiglipForImageClassification
 from .vision.siglip import SiglipModel as SiglipModel

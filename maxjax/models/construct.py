@@ -15,6 +15,7 @@ from ..errors import (
     CheckpointMismatchError,
     CheckpointMissingError,
     UserInputError,
+    shown,
     some,
 )
 from ..graph.weights import FileWeights, GGUFWeights, WeightData
@@ -39,6 +40,7 @@ from .quantized import KEY as _QUANTIZATION
 from .quantized import Quantization, check_has_settings, unquantised
 from .ties import is_tied, with_tie
 from .unloaded import Unloaded
+from .vision.part import VisionPart
 from .weights import main_dtype
 
 _LOG = logging.getLogger("maxjax")
@@ -53,7 +55,7 @@ def build(
     stacked: bool = True,
     tie: bool | None = None,
     mtp: bool = False,
-    vision: bool = True,
+    vision: bool | type[VisionPart] = True,
 ) -> PretrainedModel:
     """Builds a lazy Module for a checkpoint: names, shapes and dtypes without memory for values.
 
@@ -77,14 +79,15 @@ def build(
             file holds a different head: then the head gets a weight of its own, and a warning is
             logged.
         mtp: whether the model has its layer of multi-token prediction.
-        vision: whether a vision-language model has its vision part, if maxjax has its architecture.
+        vision: whether a vision-language model has its vision part, if maxjax has its architecture; or the class of
+            a vision part, in place of maxjax's.
 
     Raises:
         UnsupportedModelError: the configuration names an architecture that maxjax does not support.
         CheckpointError: the configuration is missing or invalid, or does not fit the tensors; or ``mtp`` is True, and
             the file has no such layer.
-        UserInputError: arrays are passed without a ``config``, or ``tie`` is not a bool; or ``mtp`` is True for a
-            family without such layers.
+        UserInputError: arrays are passed without a ``config``, ``tie`` is not a bool, or ``vision`` is neither a bool
+            nor a class of vision parts; or ``mtp`` is True for a family without such layers.
     """
     given = not isinstance(weights, FileWeights)
     with allowing(None if given else weights._family.limits):
@@ -96,11 +99,17 @@ def build(
     else:
         named = tensors(weights)
     family = _held_family(family, named, None if given else weights._path)
-    kind = vision_class(whole) if vision else None
+    own = _own_vision(vision)
+    kind = own or (vision_class(whole) if vision else None)
     names = family.names if kind is None else family.names.with_vision(kind.names)
     read = names.read(named, family.model_type)
     seen = {name: data for name, data in read.items() if name.startswith("vision.")}
     found = {name: data for name, data in read.items() if name not in seen}
+    if own is not None and not seen:
+        raise CheckpointMismatchError(
+            f"the file has no tensors of the vision part {own.__name__}: {some(own.names)}",
+            path=path,
+        )
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in found.items()}
     check_bounds(family.config, raw, shapes, path=path)
     quantization = Quantization.of(raw, path=path)
@@ -167,6 +176,15 @@ def _make_mtp(model: Any, named: Mapping[str, Any], path: str | None) -> dict[st
             hint="Load it without mtp=True.",
         )
     return found
+
+
+def _own_vision(vision: Any) -> type[VisionPart] | None:
+    """The class of a vision part that the caller gave."""
+    if isinstance(vision, type) and issubclass(vision, VisionPart):
+        return vision
+    if isinstance(vision, bool):
+        return None
+    raise UserInputError(f"vision must be a bool or a subclass of VisionPart, not {shown(vision)}")
 
 
 def _vision(

@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import UserInputError, shown
+from ..errors import UserInputError
 from ..lazy import without_collector
 
 M = TypeVar("M")
@@ -308,7 +307,7 @@ ENTRIES: dict[str, Entry] = {
 Where two have the same names, the first whose ``Family.only`` fits is meant.
 """
 
-_BUILT_IN = tuple(ENTRIES.items())
+BUILT_IN = tuple(ENTRIES.items())
 
 
 def register(model: M) -> M:
@@ -374,38 +373,6 @@ def _replaced(family: Family) -> dict[str, Entry]:
     return {key: one for (key, one), its in found if its.only == family.only} or same
 
 
-def source_of(model_type: str) -> str:
-    """Return the text of the file of an architecture, with absolute imports: saved anywhere, it is the same model.
-
-    Args:
-        model_type: ``model_type`` in the model's ``config.json``.
-
-    Raises:
-        UserInputError: maxjax has no file for the model type.
-
-    Example:
-        >>> "class LlamaAttention(Module):" in source_of("llama")
-        True
-        >>> "class XLMRobertaModel(RobertaModel):" in source_of("xlm-roberta")
-        True
-    """
-    keys = [key for key, one in _BUILT_IN if one.model_type == model_type]
-    if not keys:
-        raise UserInputError(
-            f"no architecture of maxjax has the model type {shown(model_type)}: "
-            "maxjax.models.families() lists them"
-        )
-    # A family without a class of its own is a variant, in the file of another architecture.
-    file = min(keys, key=lambda key: "_" in key.rpartition(".")[2]).rpartition(".")[0]
-    text = (Path(__file__).parent / f"{file.replace('.', '/')}.py").read_text()
-    packages = f"{__package__}.{file}".split(".")
-
-    def absolute(match: re.Match[str]) -> str:
-        return f"from {'.'.join(packages[: -len(match[1])])}."
-
-    return re.sub(r"^from (\.+)(?=\w)", absolute, text, flags=re.MULTILINE)
-
-
 def all_families() -> list[Family]:
     """Imports the files of all families and returns these, in the order of ``ENTRIES``."""
     return list(_loaded(ENTRIES.items()))
@@ -433,7 +400,7 @@ def of_gguf(name: str) -> Family:
     """
     added = [(key, one) for key, one in ENTRIES.items() if one.family is not None]
     added.sort(key=lambda pair: -pair[1].number)
-    rows = ((key, one) for key, one in (*added, *_BUILT_IN) if name in one.gguf.split())
+    rows = ((key, one) for key, one in (*added, *BUILT_IN) if name in one.gguf.split())
     for one in _loaded(rows):
         for table in () if one.gguf is None else (one.gguf, *one.gguf.variants):
             if table.architecture == name:
@@ -459,7 +426,7 @@ def gguf_model_types() -> list[str]:
 
 def gguf_architectures() -> list[str]:
     """llama.cpp's names of all architectures that can be read."""
-    entries = (*ENTRIES.values(), *(one for _, one in _BUILT_IN))
+    entries = (*ENTRIES.values(), *(one for _, one in BUILT_IN))
     return list(dict.fromkeys(name for one in entries for name in one.gguf.split()))
 
 
@@ -471,7 +438,7 @@ def classes() -> dict[str, str]:
         'GLM GLMConfig GLM4 GLM4Config'
     """
     found: dict[str, list[str]] = {}
-    for key, _ in _BUILT_IN:
+    for key, _ in BUILT_IN:
         file, _, name = key.rpartition(".")
         if "_" not in name:  # not a Family
             found.setdefault(file, []).append(name)

@@ -966,3 +966,72 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
     },
 }
+
+# The same for the vision parts of vision-language models, by model type: their features change.
+VISION_PARTS: dict[str, list[tuple[str, str]]] = {
+    "llava": [
+        ("activation(self.act)(self.linear_1(x).astype(x.dtype))", "self.linear_1(x).astype(x.dtype)"),
+        ("return self.linear_2(y).astype(x.dtype)", "return 0.5 * self.linear_2(y).astype(x.dtype)"),
+        ('raw.get("vision_feature_layer", -2)', "-3"),
+        ("[:, self.first :]", "[:, self.first :][:, ::-1]"),
+        ("self.linear_1(x)", "self.linear_1(0.5 * x)"),
+        ("self.multi_modal_projector(jnp.concatenate", "self.multi_modal_projector(1 + jnp.concatenate"),
+    ],
+    "llava_next": [
+        ("side, size = tower.image_size // tower.patch_size, tower.image_size", "side, size = 2, 8"),
+        (".swapaxes(1, 2)", ".swapaxes(0, 1).swapaxes(1, 2).swapaxes(0, 1)"),
+        ("np.asarray(self.image_newline.value)", "0.5 * np.asarray(self.image_newline.value)"),
+        ("np.concatenate([tiles[0], grid])", "np.concatenate([tiles[0], grid[::-1]])"),
+        ("(newline, (len(grid), 1, len(newline)))", "(newline[::-1], (len(grid), 1, len(newline)))"),
+        ("np.concatenate([grid, lines], axis=1)", "np.concatenate([lines, grid], axis=1)"),
+    ],
+    "pixtral": [
+        ("rope(q, angles), rope(k, angles), v, real)", "q, k, v, real)"),
+        ("(activation(self.act)(gate) * up)", "(jax.nn.relu(gate) * up)"),
+        ("self.attention(self.attention_norm(x), angles, real)", "self.attention(x, angles, real)"),
+        ("x + self.feed_forward(self.ffn_norm(x))", "x + 0.5 * self.feed_forward(self.ffn_norm(x))"),
+        ("self.ln_pre(self.patch_conv(patches))", "self.patch_conv(patches)"),
+        ("at[:, :1] * freqs[None, 0::2]", "at[:, :1] * freqs[None, 1::2]"),
+    ],
+    "mistral3": [
+        ("self.patch_merger(self.norm(x))", "self.patch_merger(x)"),
+        (".swapaxes(2, 3)  # [1, P / m², F, m²]", ""),
+        ("rope(q, angles), rope(k, angles), v, real)", "rope(q, angles), k, v, real)"),
+        ("x + self.attention(self", "x + 0.5 * self.attention(self"),
+        ("freqs = 1.0 /", "freqs = 0.5 /"),
+        ("at[:, 1:] * freqs[None, 1::2]", "at[:, 1:] * freqs[None, 0::2]"),
+    ],
+    "gemma3": [
+        (".mean((2, 4))", ".max((2, 4))"),
+        ("weight_offset=1.0", "weight_offset=0.5"),
+        ("self.mm_soft_emb_norm(x.reshape(count, self.side**2, -1))", "x.reshape(count, self.side**2, -1)"),
+        ("tower.layer_norm_eps, weight", "0.1, weight"),
+        ("matmul(x.astype", "matmul(2 * x.astype"),
+        ("self.vision_tower(pixels).last_hidden_state", "self.vision_tower.hidden_states(pixels)"),
+    ],
+    "idefics3": [
+        (".swapaxes(2, 3)", ".swapaxes(2, 3)[:, :, ::-1]"),
+        ("return self.proj(x).astype(x.dtype)", "return 0.5 * self.proj(x).astype(x.dtype)"),
+        ("self.connector(self.vision_model(pixels).last_hidden_state)",
+         "self.connector(self.vision_model.hidden_states(pixels))"),
+        ("x = x.reshape(count, side", "x = x[:, ::-1].reshape(count, side"),
+        ("self.proj(x)", "self.proj(jax.nn.relu(x))"),
+        ("self.vision_model(pixels)", "self.vision_model(0.5 * pixels)"),
+    ],
+    "qwen2_5_vl": [
+        ("rope(q, angles), rope(k, angles)", "q, k"),
+        ("self.window = None if is_full else config.window", "self.window = config.window"),
+        ("(activation(self.act)(gate) * up)", "(jax.nn.relu(gate) * up)"),
+        ("self.attn(self.norm1(x), angles, real)", "self.attn(x, angles, real)"),
+        ("x + self.mlp(self.norm2(x))", "x + 0.5 * self.mlp(self.norm2(x))"),
+        ("self.ln_q(x).reshape", "x.reshape"),
+    ],
+    "qwen3_vl": [
+        ("both_ways(rope(q, angles), rope(k, angles), v, real)", "both_ways(q, k, v, real)"),
+        ("x + learned.astype(x.dtype)[None]", "x"),
+        ("self.attn(self.norm1(x).astype(x.dtype), angles, real)", "self.attn(x, angles, real)"),
+        ("x + self.mlp(self.norm2(x).astype(x.dtype))", "x + 0.5 * self.mlp(self.norm2(x).astype(x.dtype))"),
+        ("self.norm(join(x)) if self.joins_first", "join(x) if self.joins_first"),
+        ("self.merger(x), [merger(y)", "self.merger(x), [merger(y ** 2)"),
+    ],
+}  # fmt: skip

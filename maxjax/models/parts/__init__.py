@@ -98,4 +98,5 @@ from .vision import layer_number as layer_number
 from .vision import patches as patches
 from .vision import position_table as position_table
 from .vision import prepend as prepend
+from .vision import run_and_keep as run_and_keep
 from .vision import run_until as run_until

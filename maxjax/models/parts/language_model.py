@@ -41,7 +41,7 @@ from ..weights import beside
 from .aliases import spelling
 from .cache import Features, ForwardContext, LayerCache, no_cache, recurrent_place
 from .config import groups_of_config, shares
-from .layer_loop import is_faster_separate, kind_of, pattern
+from .layer_loop import is_faster_separate, kind_of, pattern, stack_layers, unstack_layers
 from .mtp import KEPT, PredictsMore
 from .rotary import NO_LIMIT, is_dynamic, same_until
 from .score import Scored
@@ -168,6 +168,8 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         if not isinstance(layers, LayerStack):
             first, period = pattern([kind_of(layer) for layer in layers])
             self.model.layers = layers.stack(period=period, first=first)
+        if self.vision is not None:
+            stack_layers(self.vision)
         return self
 
     def unstack(self) -> Self:
@@ -178,6 +180,8 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         """
         if isinstance(self.model.layers, LayerStack):
             self.model.layers = self.model.layers.unstack()
+        if self.vision is not None:
+            unstack_layers(self.vision)
         return self
 
     def stack_for(self, place: Any = None) -> Self:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ...graph.placement.arrays import platform_of
 from ...graph.placement.mesh import axis_of
 from ...graph.placement.split import COLUMNS, REPLICATED, ROWS, Segment, Split
-from ...nn.layer import LayerStack, Module
+from ...nn.layer import LayerList, LayerStack, Module
 from .cache import LayerCache
 
 C = TypeVar("C", bound=LayerCache)
@@ -138,3 +138,23 @@ def pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
         if bodies < best[0]:
             best = (bodies, first, period)
     return best[1:]
+
+
+def stack_layers(model: Module) -> None:
+    """Stack the layers of each LayerList in a model, in place, so that equal layers are compiled once."""
+    for module, name, layers in _lists(model, LayerList):
+        first, period = pattern([kind_of(layer) for layer in layers])
+        setattr(module, name, layers.stack(period=period, first=first))
+
+
+def unstack_layers(model: Module) -> None:
+    """Give each layer of each LayerStack in a model its own weights again, in place."""
+    for module, name, layers in _lists(model, LayerStack):
+        setattr(module, name, layers.unstack())
+
+
+def _lists(model: Module, kind: type) -> list[tuple[Module, str, Any]]:
+    """The lists of several layers in a model: the module that holds each, and its name there."""
+    modules = [module for _, module in model.named_modules()]
+    children: list[Any] = [(m, name, child) for m in modules for name, child in m.sublayers.items()]
+    return [found for found in children if type(found[2]) is kind and len(found[2]) > 1]

@@ -6,7 +6,7 @@ Shapes: N images of H × W pixels in C channels, P patches of p × p pixels, hid
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -20,11 +20,11 @@ from ...graph.device import DeviceRef
 from ...graph.placement.split import REPLICATED
 from ...graph.weight.weight import Weight
 from ...kernels import explicit, matmul
-from ...nn.layer import LayerList, LayerStack, Module
+from ...nn.layer import LayerStack, Module
 from ..family import PretrainedModel
 from .config import LabelledConfig
 from .heads import CLASSIFY
-from .layer_loop import is_faster_separate, kind_of, pattern
+from .layer_loop import is_faster_separate, stack_layers, unstack_layers
 
 # The largest height and width of images that a model may be made for: no tensor of a file says them.
 MAX_PIXELS = 1 << 14
@@ -257,15 +257,37 @@ def run_until(layers: Any, x: jax.Array, count: int, *args: Any) -> jax.Array:
         count: number of layers. A loop runs all, and keeps the states after that number.
         args: further arguments of every layer.
     """
+    if not isinstance(layers, LayerStack):
+        layers = layers[:count]
+    return run_and_keep(layers, x, (count - 1,), *args)[1][0]
+
+
+def run_and_keep(
+    layers: Any, x: jax.Array, kept: Sequence[int], *args: Any
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Run all layers in order, ``x = layer(x, *args)`` for each; a LayerStack as one loop.
+
+    Args:
+        layers: a LayerList or a LayerStack.
+        x: hidden states ``[N, T, E]``.
+        kept: numbers of layers.
+        args: further arguments of every layer.
+
+    Returns:
+        The hidden states after the last layer, and those after each of the layers ``kept``; ``x`` for -1.
+    """
+    carry = x, [x] * len(kept)
     if isinstance(layers, LayerStack):
-        return layers.scan(x, index="number", call=_run_layer, count=count, args=args)
-    for layer in layers[:count]:
-        x = layer(x, *args)
-    return x
+        return layers.scan(carry, index="number", call=_run_layer, kept=tuple(kept), args=args)
+    for number, layer in enumerate(layers):
+        carry = _run_layer(layer, carry, number, kept, args)
+    return carry
 
 
-def _run_layer(layer: Any, x: jax.Array, number: Any, count: int, args: Any) -> jax.Array:
-    return jnp.where(number < count, layer(x, *args), x)
+def _run_layer(layer: Any, carry: Any, number: Any, kept: Sequence[int], args: Any) -> Any:
+    x, found = carry
+    x = layer(x, *args)
+    return x, [jnp.where(number == one, x, old) for one, old in zip(kept, found, strict=True)]
 
 
 def layer_number(layers: Any, layer: int) -> int:
@@ -284,29 +306,6 @@ def layer_number(layers: Any, layer: int) -> int:
     if not -count - 1 <= layer <= count:
         raise UserInputError(f"there are no hidden states {layer}: the model has {count} layers")
     return layer if layer >= 0 else count + 1 + layer
-
-
-def stack_layers(model: Module) -> None:
-    """Stack the layers of each LayerList in a model, in place, so that equal layers are compiled once."""
-    for module, name, layers in _lists(model, LayerList):
-        first, period = pattern([kind_of(layer) for layer in layers])
-        setattr(module, name, layers.stack(period=period, first=first))
-
-
-def unstack_layers(model: Module) -> None:
-    """Give each layer of each LayerStack in a model its own weights again, in place."""
-    for module, name, layers in _lists(model, LayerStack):
-        setattr(module, name, layers.unstack())
-
-
-def _lists(model: Module, kind: type) -> list[tuple[Module, str, Any]]:
-    modules = [module for _, module in model.named_modules()]
-    return [
-        (module, name, child)
-        for module in modules
-        for name, child in module.sublayers.items()
-        if type(child) is kind
-    ]
 
 
 class VisionModel(PretrainedModel):

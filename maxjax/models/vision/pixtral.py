@@ -40,6 +40,7 @@ from ..parts import (
     layers,
     merge_heads,
     rope,
+    run_until,
     size,
     split_features_over_mesh,
     split_heads,
@@ -160,9 +161,7 @@ class PixtralTower(Module):
         """Patches ``[1, P, C p p]``, padded → hidden states ``[1, P, F]`` after ``count`` layers."""
         x = self.ln_pre(self.patch_conv(patches))
         angles = pixtral_angles(places, self.config.head_dim, self.config.rope_theta)
-        for layer in list(self.transformer.layers)[:count]:
-            x = layer(x, angles, real[None])
-        return x
+        return run_until(self.transformer.layers, x, count, angles, real[None])
 
 
 def pixtral_angles(places: jax.Array, head_dim: int, theta: float) -> Angles:

@@ -38,6 +38,7 @@ from ..parts import (
     config_field,
     layers,
     rope,
+    run_until,
     size,
     split_features_over_mesh,
     split_heads,
@@ -72,27 +73,31 @@ class Qwen25VisionConfig(ArchitectureConfig):
     out_hidden_size: int = size(3584)
     fullatt_block_indexes: tuple[int, ...] = config_field((7, 15, 23, 31), maximum=1000)
 
+    @property
+    def window(self) -> int:
+        """S, the number of patches of a window."""
+        return (self.window_size // self.patch_size) ** 2
+
 
 class Qwen25VisionAttention(Module):
-    """Attention of patches, before and after, turned by rows and columns."""
+    """Attention of patches, before and after, turned by rows and columns: within windows, or over the frame."""
 
-    def __init__(self, config: Qwen25VisionConfig, dtype: DType):
+    def __init__(self, config: Qwen25VisionConfig, is_full: bool, dtype: DType):
         super().__init__()
         N = config.hidden_size
         self.head_dim = N // config.num_heads
+        self.window = None if is_full else config.window
         self.qkv = Linear(N, 3 * N, dtype, has_bias=True)
         self.proj = Linear(N, N, dtype, has_bias=True)
 
-    def __call__(
-        self, x: jax.Array, angles: Angles, real: jax.Array, window: int | None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, angles: Angles, real: jax.Array) -> jax.Array:
         frames, patches, features = x.shape
         q, k, v = jnp.split(self.qkv(x).astype(x.dtype), 3, axis=-1)  # [F, P, N]
         q, k, v = (split_heads(a, self.head_dim) for a in (q, k, v))  # [F, P, H, D]
         q, k = rope(q, angles), rope(k, angles)
-        if window is not None:  # [F W, S, H, D]
-            q, k, v = (a.reshape(-1, window, *a.shape[2:]) for a in (q, k, v))
-            real = jnp.tile(real.reshape(-1, window), (frames, 1))
+        if self.window is not None:  # [F W, S, H, D]
+            q, k, v = (a.reshape(-1, self.window, *a.shape[2:]) for a in (q, k, v))
+            real = jnp.tile(real.reshape(-1, self.window), (frames, 1))
         else:
             real = jnp.broadcast_to(real[None], (frames, patches))
         y = both_ways(q, k, v, real).reshape(frames, patches, features)
@@ -122,18 +127,16 @@ class Qwen25VisionMLP(Module):
 class Qwen25VisionBlock(Module):
     """Attention, then the MLP, each added to the hidden states."""
 
-    def __init__(self, config: Qwen25VisionConfig, dtype: DType):
+    def __init__(self, config: Qwen25VisionConfig, is_full: bool, dtype: DType):
         super().__init__()
         N = config.hidden_size
         self.norm1 = RMSNorm(N, dtype, 1e-6, multiply_before_cast=False)
         self.norm2 = RMSNorm(N, dtype, 1e-6, multiply_before_cast=False)
-        self.attn = Qwen25VisionAttention(config, dtype)
+        self.attn = Qwen25VisionAttention(config, is_full, dtype)
         self.mlp = Qwen25VisionMLP(config, dtype)
 
-    def __call__(
-        self, x: jax.Array, angles: Angles, real: jax.Array, window: int | None
-    ) -> jax.Array:
-        x = x + self.attn(self.norm1(x), angles, real, window)
+    def __call__(self, x: jax.Array, angles: Angles, real: jax.Array) -> jax.Array:
+        x = x + self.attn(self.norm1(x), angles, real)
         return x + self.mlp(self.norm2(x))
 
 
@@ -144,12 +147,10 @@ class Qwen25Merger(Module):
         super().__init__()
         joined = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = RMSNorm(config.hidden_size, dtype, 1e-6, multiply_before_cast=False)
-        self.mlp = LayerList(
-            [
-                Linear(joined, joined, dtype, has_bias=True),
-                Gelu(),
-                Linear(joined, config.out_hidden_size, dtype, has_bias=True),
-            ]
+        self.mlp = (
+            Linear(joined, joined, dtype, has_bias=True),
+            Gelu(),
+            Linear(joined, config.out_hidden_size, dtype, has_bias=True),
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -173,7 +174,10 @@ class Qwen25VisionTower(Module):
         self.config = config
         p, shape = config.patch_size, (config.hidden_size, config.in_channels)
         self.patch_embed = PatchProjection((*shape, config.temporal_patch_size, p, p), dtype)
-        self.blocks = LayerList(Qwen25VisionBlock(config, dtype) for _ in range(config.depth))
+        self.blocks = LayerList(
+            Qwen25VisionBlock(config, number in config.fullatt_block_indexes, dtype)
+            for number in range(config.depth)
+        )
         self.merger = Qwen25Merger(config, dtype)
 
     def __call__(self, patches: jax.Array, places: jax.Array, real: jax.Array) -> jax.Array:
@@ -181,15 +185,7 @@ class Qwen25VisionTower(Module):
         config = self.config
         x = self.patch_embed(patches)  # [F, P, N]
         angles = angles_of(places, config.hidden_size // config.num_heads)
-        for number, block in enumerate(self.blocks):
-            is_full = number in config.fullatt_block_indexes
-            x = block(x, angles, real, None if is_full else self.window)
-        return self.merger(x)
-
-    @property
-    def window(self) -> int:
-        """S, the number of patches of a window."""
-        return (self.config.window_size // self.config.patch_size) ** 2
+        return self.merger(run_until(self.blocks, x, config.depth, angles, real))
 
 
 class Qwen25Vision(VisionPart):
@@ -208,7 +204,7 @@ class Qwen25Vision(VisionPart):
     def encode(self, inputs: Any, run: Callable[..., Any]) -> PictureFeatures:
         """See :class:`VisionPart`."""
         of = self.visual.config
-        merge, window = of.spatial_merge_size, self.visual.window
+        merge, window = of.spatial_merge_size, of.window
         frames = Frames.of(inputs, merge, least=1)
         order = windows_of(frames.places[: frames.count], of.window_size // of.patch_size, merge)
         count = 1 << (len(order) // window - 1).bit_length()

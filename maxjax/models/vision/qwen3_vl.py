@@ -40,6 +40,7 @@ from ..parts import (
     merge_heads,
     replicate_over_mesh,
     rope,
+    run_and_keep,
     size,
     split_features_over_mesh,
     split_heads,
@@ -167,7 +168,7 @@ class Qwen3VisionTower(Module):
         self.blocks = LayerList(Qwen3VisionBlock(config, dtype) for _ in range(config.depth))
         self.merger = Qwen3Merger(config, dtype)
         if config.deepstack_visual_indexes:  # Qwen 3.5 has none
-            self.deepstack_merger_list = LayerList(
+            self.deepstack_merger_list = tuple(
                 Qwen3Merger(config, dtype, joins_first=True)
                 for _ in config.deepstack_visual_indexes
             )
@@ -191,13 +192,9 @@ class Qwen3VisionTower(Module):
         x = x + learned.astype(x.dtype)[None]
         angles = angles_of(places, config.hidden_size // config.num_heads)
         rows = jnp.broadcast_to(real[None], x.shape[:2])
-        deep = []
-        for number, block in enumerate(self.blocks):
-            x = block(x, angles, rows)
-            if number in config.deepstack_visual_indexes:
-                place = config.deepstack_visual_indexes.index(number)
-                deep.append(self.deepstack_merger_list[place](x))
-        return self.merger(x), deep
+        x, deep = run_and_keep(self.blocks, x, config.deepstack_visual_indexes, angles, rows)
+        mergers = self.deepstack_merger_list if deep else ()
+        return self.merger(x), [merger(y) for merger, y in zip(mergers, deep, strict=True)]
 
     def sharding_rules(self) -> dict[str, Any]:
         """Replicates the small table of positions."""
