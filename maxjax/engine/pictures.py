@@ -10,13 +10,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ..errors import UserInputError
+from ..nn.layer.observe.frames import current_observers
 from .isolation import isolated
 
 
@@ -179,6 +180,8 @@ class SeenPictures:
     @isolated()
     def features(self, model: Any, inputs: Any, digest: bytes) -> Any:
         """The features of a picture (``PictureFeatures``)."""
+        if current_observers(model.vision):  # what a patch changes is not kept
+            return model.vision.encode(inputs, _run)
         with self._lock:
             found = self._features.pop(digest, None)
         if found is None:
@@ -191,7 +194,9 @@ class SeenPictures:
 
 
 def _run(part: Any, *args: Any) -> Any:
-    return jax.device_get(_encode(part, *args))
+    # A capture or a patch sees calls of the part itself, not those inside a compiled program.
+    call = part if current_observers(part) else partial(_encode, part)
+    return jax.device_get(call(*args))
 
 
 @jax.jit

@@ -90,6 +90,21 @@ def test_the_layers_of_a_tower_are_compiled_once(family, folders):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_captures_and_patches_see_a_vision_part(folders):
+    """Those of the whole model too; what a patch changes is not kept for later."""
+    model, _ = maxjax.load(folders("qwen3_vl"))
+    ids, (inputs, _) = families.prompt_of(15), families.picture("patches", 15)
+    seen, layers = SeenPictures(), "vision.visual.blocks.*"
+    usual = placed_pictures(model, ids, [inputs], seen).rows
+    with maxjax.capture(model, layers) as found:
+        assert np.allclose(placed_pictures(model, ids, [inputs], seen).rows, usual, atol=1e-5)
+    assert found[layers].shape == (3, 1, 64, 24)
+    with maxjax.patch(model, {layers: lambda y: 0 * y}):
+        patched = placed_pictures(model, ids, [inputs], seen).rows
+    assert np.abs(patched - usual).max() > 0.01
+    assert np.array_equal(placed_pictures(model, ids, [inputs], seen).rows, usual)
+
+
 # --- one's own vision part
 
 
