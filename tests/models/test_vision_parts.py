@@ -83,6 +83,7 @@ def test_the_layers_of_a_tower_are_compiled_once(family, folders):
         if isinstance(m, LayerStack)
     ]
     assert stacks == STACKS[family]
+    assert "(3 layers, " in repr(model).partition("\n")[0]  # of the language model
     _, stacked = picture_of(model, family)
     _, separate = picture_of(model.unstack(), family)
     assert not [m for _, m in model.vision.named_modules() if isinstance(m, LayerStack)]

@@ -252,20 +252,18 @@ def _members(pattern: Any, attr: str) -> list[int]:
 
 
 def _layer_count(root: Any) -> int | None:
-    """The number of layers in the outermost lists; None if there is no list."""
-    found: list[int] = []
+    """The number of layers in the lists that are nearest to the root; None if there is no list."""
     seen: set[int] = set()
-    queue = [root]
-    for module in queue:  # grows while it runs
-        if id(module) in seen or len(seen) > 100_000:
-            continue
-        seen.add(id(module))
-        if isinstance(module, Sequence):
-            pattern = vars(module).get("_layout")
-            found.append(len(_children(module)) if pattern is None else pattern.count)
-        else:
-            queue += [child for _, child in _children(module)]
-    return sum(found) if found else None
+    level = [root]
+    while level and len(seen) < 100_000:
+        lists = [one for one in level if isinstance(one, Sequence)]
+        if lists:
+            layouts = [(one, vars(one).get("_layout")) for one in lists]
+            return sum(len(_children(m)) if of is None else of.count for m, of in layouts)
+        seen.update(map(id, level))
+        children = {id(c): c for module in level for _, c in _children(module)}
+        level = [child for key, child in children.items() if key not in seen]
+    return None
 
 
 def _settings(module: Any) -> dict[str, Any]:
