@@ -45,7 +45,11 @@ class Parser(argparse.ArgumentParser):
         """A hint for an unknown option; "" if no option is similar."""
         from ..elsewhere import meant
 
-        options = {name[2:].replace("-", "_") for name in self._option_string_actions}
+        options = {
+            name[2:].replace("-", "_")
+            for name in self._option_string_actions
+            if name.startswith("--")
+        }
         name = given.partition("=")[0].lstrip("-").replace("-", "_")
         found = re.fullmatch(r": did you mean (\w+)=\?", meant(name, options))
         like = name if name in options else found[1] if found else ""

@@ -207,6 +207,8 @@ def table_of(model: Module) -> Names:
 
 def _prefixes(model: Module) -> Mapping[str, str]:
     """The prefixes of a text model's names in transformers' multimodal model, from whose file it was loaded."""
+    if getattr(model, "vision", None) is not None:
+        return {}  # its own table has them
     unloaded = model.unloaded if isinstance(model, PretrainedModel) else None
     return {} if unloaded is None else module_prefixes(unloaded.config_with(None))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -101,7 +102,7 @@ def build(
     family = _held_family(family, named, None if given else weights._path)
     own = _own_vision(vision)
     kind = own or (vision_class(whole) if vision else None)
-    names = family.names if kind is None else family.names.with_vision(kind.names)
+    names = family.names if kind is None else kind.names_with(family.names)
     read = names.read(named, family.model_type)
     seen = {name: data for name, data in read.items() if name.startswith("vision.")}
     found = {name: data for name, data in read.items() if name not in seen}
@@ -136,6 +137,7 @@ def build(
     if seen:
         assert isinstance(model, LanguageModel) and kind is not None
         model.vision = _vision(kind, whole, model, main_dtype(seen) or main, path)
+        model._whole_text = json.dumps(whole)
         found |= seen
     bias = family.tied[0].removesuffix("weight") + "bias"
     if raw is not whole and bias in model.raw_state_dict() and bias not in found:

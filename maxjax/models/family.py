@@ -201,12 +201,16 @@ class PretrainedModel(Module):
     task: ClassVar[str | None] = None
     # JSON text, because a Module's definition is compared often and text compares quickly.
     _config_text: str | None = None
+    # The same of the whole vision-language model, if the model has its vision part too.
+    _whole_text: str | None = None
     # What else the checkpoint holds that the model was loaded from: saved with it; None: nothing.
     unloaded: Any = None
     # Patterns of tensors that a checkpoint may hold and that this model has no use for; ``*`` matches anything.
     unused_tensors: tuple[str, ...] = ()
     # Settings of load, generate, embed and save_pretrained: compiled programs stay valid when they change.
-    _mx_unread = frozenset({"_config_text", "generation", "pooling", "unloaded", "unused_tensors"})
+    _mx_unread = frozenset(
+        {"_config_text", "_whole_text", "generation", "pooling", "unloaded", "unused_tensors"}
+    )
 
     @classmethod
     def of_checkpoint(

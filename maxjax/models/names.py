@@ -651,14 +651,22 @@ class Names:
                 rows[-1:] = DropLayers(*row.parts, but=number), copies, layer
         return Names(*rows)
 
-    def with_vision(self, parts: tuple[str, ...]) -> Names:
-        """This table for a model with the vision part of a vision-language model, whose names begin with ``parts``.
+    def with_vision(self, parts: tuple[str, ...], text: str) -> Names:
+        """This table for a model with the vision part of a vision-language model.
+
+        Args:
+            parts: how the names of the vision part begin.
+            text: how those of the language model begin, in place of "model.".
 
         Example:
-            >>> Names(*MULTIMODAL).with_vision(("visual",)).read({"visual.norm": 1, "language_model.model.norm": 2})
+            >>> names = Names(*MULTIMODAL).with_vision(("visual",), "model.language_model.")
+            >>> names.read({"visual.norm": 1, "language_model.model.norm": 2})
             {'vision.visual.norm': 1, 'model.norm': 2}
+            >>> list(names.write({"vision.visual.norm": 1, "model.norm": 2}))
+            ['model.visual.norm', 'model.language_model.norm']
         """
-        return Names(VisionRow(parts), *self.rows)
+        prefix = Prefix({text: "model."}, written=True, in_modules=True)
+        return Names(VisionRow(parts), prefix, *self.rows)
 
     @property
     def body(self) -> Body | None:

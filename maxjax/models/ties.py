@@ -107,6 +107,13 @@ def with_tie(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     return {**found, key: tied}
 
 
+def tied_as(config: Mapping[str, Any], tied: bool | None) -> dict[str, Any]:
+    """A copy of a configuration that says whether the model's head is tied; None: as it says."""
+    return (
+        dict(config) if tied is None or says_tied(None, config) is tied else with_tie(config, tied)
+    )
+
+
 def _question(head: WeightData, table: WeightData, path: Any) -> str:
     """A name for the comparison that is the same in every process that opens the same checkpoint."""
     name = os.path.basename(os.path.normpath(os.fspath(path))) if path is not None else ""

@@ -18,7 +18,7 @@ from ..graph.weights import FileWeights, GGUFWeights, WeightData, load_weights
 from .family import PretrainedModel
 from .multimodal import is_multimodal
 from .names import Copy, Names, unwrapped
-from .ties import says_tied, with_tie
+from .ties import tied_as
 
 _ADVICE = "Load the model again; or set model.unloaded = None, and the model is saved without these tensors."
 
@@ -137,8 +137,7 @@ class Unloaded:
 
     def config_with(self, tied: bool | None) -> dict[str, Any]:
         """The content of the file's ``config.json``; ``tied`` is whether the model's head is tied, if it has one."""
-        config = json.loads(self.config)
-        return config if tied is None or says_tied(None, config) is tied else with_tie(config, tied)
+        return tied_as(json.loads(self.config), tied)
 
 
 def _identity(path: str, status: os.stat_result) -> tuple[str, int, int, int]:

@@ -6,6 +6,7 @@ An architecture's ``to_hf`` writes its keys. The result is read again and must g
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from .config import ModelConfig, default_labels, label_names
 from .family import PretrainedModel
 from .parts.config import LanguageModelConfig
 from .parts.score import ENDING
+from .ties import tied_as
 
 
 def config_of(
@@ -38,7 +40,9 @@ def config_of(
         (['LlamaForCausalLM'], 'llama')
     """
     if (found := model.hf_config) is not None:
-        return found
+        if model._whole_text is None:
+            return found
+        return tied_as(json.loads(model._whole_text), found.get("tie_word_embeddings"))
     config: Any = getattr(model, "config", None)
     family, kind = model.family, type(model).__name__
     is_own = isinstance(config, family.config) and config.model_type == family.model_type != ""

@@ -516,6 +516,7 @@ def test_what_was_meant():
     for name in ("genrate", "gen"):
         assert f"no command '{name}': did you mean generate?" in fails(name, "x", code=2)
     assert "unrecognized arguments: --verion: did you mean --version?" in fails("--verion", code=2)
+    assert "did you mean" not in fails("convert", "a", "b", "--format", "orbax", code=2)
     assert "--pooling: last: it must be one of cls" in fails(
         "embed", "--model", "m", "--pooling", "last", "x", code=2
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import maxjax
 from maxjax.engine.generate.request import Prompt, Request
@@ -104,6 +105,56 @@ def test_captures_and_patches_see_a_vision_part(folders):
         patched = placed_pictures(model, ids, [inputs], seen).rows
     assert np.abs(patched - usual).max() > 0.01
     assert np.array_equal(placed_pictures(model, ids, [inputs], seen).rows, usual)
+
+
+def modules_of(names):
+    """The first two parts of names with several."""
+    return {".".join(name.split(".")[:2]) for name in names}
+
+
+@pytest.mark.parametrize("family", chosen(families.FAMILIES, ("gemma3",)))
+def test_a_training_step_is_the_whole_model(family, folders, tmp_path):
+    """It is loaded with its vision part, and a checkpoint is saved from it with the names of transformers' modules."""
+    model, _ = maxjax.load(folders(family))
+    maxjax.checkpoint.save(tmp_path / "run", model, step=1)
+    again, _ = maxjax.load(tmp_path / "run")
+    _, expected = picture_of(model, family)
+    np.testing.assert_array_equal(picture_of(again, family)[1].rows, expected.rows)
+    maxjax.save_pretrained(again, tmp_path / "saved")
+    names = load_file(tmp_path / "saved" / "model.safetensors")
+    parts = {f"model.{part}" for part in model.vision.names} | {model.vision.text_names.rstrip(".")}
+    assert modules_of(names) - {"lm_head.weight"} == parts
+    assert maxjax.load(tmp_path / "saved")[0].vision is not None
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_transformers_opens_what_a_training_step_became(family, folders, tmp_path):
+    import torch
+
+    model, _ = maxjax.load(folders(family))
+    maxjax.checkpoint.save(tmp_path / "run", model, step=1)
+    maxjax.save_pretrained(maxjax.load(tmp_path / "run")[0], tmp_path / "saved")
+    kind, _ = families.oracle(family)
+    found, wanted = (
+        kind.from_pretrained(f).state_dict() for f in (tmp_path / "saved", folders(family))
+    )
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+@pytest.mark.parametrize(("names", "module"), [(None, "language_model"), (["vision.*"], "visual")])
+def test_adapters_have_the_names_of_modules(names, module, folders, tmp_path):
+    model, _ = maxjax.load(folders("qwen3_vl"))
+    tuned = maxjax.init(maxjax.lora.add(model, names, rank=2), jax.random.key(0))
+    maxjax.lora.save(tmp_path, tuned)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.model.").split(".")[0] for name in found} - {
+        "base_model"
+    } == {module}
+    again = maxjax.lora.load(model, tmp_path).raw_state_dict()
+    for name, weight in tuned.raw_state_dict().items():
+        np.testing.assert_array_equal(again[name].value, weight.value)
 
 
 # --- one's own vision part

@@ -121,7 +121,7 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
     def tensor_names(self) -> Names:
         """The names of tensors in files, with those of the optional parts that the model has."""
         names = super().tensor_names
-        return names if self.vision is None else names.with_vision(self.vision.names)
+        return names if self.vision is None else self.vision.names_with(names)
 
     # --- parts that most architectures share
 

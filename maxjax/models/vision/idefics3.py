@@ -61,6 +61,7 @@ class Idefics3Vision(VisionPart):
     """The vision part of an Idefics 3 or a SmolVLM."""
 
     names: ClassVar[tuple[str, ...]] = ("vision_model", "connector")
+    text_names: ClassVar[str] = "model.text_model."
 
     def __init__(self, raw: Mapping[str, Any], config: Any, dtype: DType):
         super().__init__({"image_token_id": 128_257, **raw}, config, dtype)

@@ -18,6 +18,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.split import REPLICATED
 from ...graph.weight.weight import Weight
 from ...nn.layer import Module
+from ..names import Names
 from ..parts.rotary import Angles
 from ..parts.vision import patch_product
 
@@ -50,17 +51,24 @@ class VisionPart(Module):
 
     Attributes:
         names: the first parts of the names of its tensors in files, which are its attributes.
+        text_names: how the names of the language model begin in files, in place of "model.".
         sees_whole: whether a token of a picture attends to all tokens of the picture, later ones too.
         image_token: id of the token that features stand in place of.
     """
 
     names: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")
+    text_names: ClassVar[str] = "model.language_model."
     sees_whole: ClassVar[bool] = False
 
     def __init__(self, raw: Mapping[str, Any], config: Any, dtype: DType):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.image_token = image_token(raw)
+
+    @classmethod
+    def names_with(cls, names: Names) -> Names:
+        """The names of the tensors of the whole model, in files and in maxjax; ``names`` are the language model's."""
+        return names.with_vision(cls.names, cls.text_names)
 
     def encode(self, inputs: Any, run: Callable[..., Any]) -> PictureFeatures:
         """Return the features of the tokens of one picture.
