@@ -12,10 +12,10 @@ import io
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -163,8 +163,13 @@ def data_address(picture: str | os.PathLike[str] | Mapping[str, Any]) -> str:
     return f"data:image/{name.lower()};base64,{binascii.b2a_base64(data, newline=False).decode()}"
 
 
-def open_rgb(item: Any, limits: Limits | None = None) -> Image:
-    """Return a picture as Pillow's image of mode RGB, upright; arguments and errors are those of :func:`decode`."""
+def open_rgb(item: Any, limits: Limits | None = None) -> Picture:
+    """Return a picture in RGB, upright; arguments and errors are those of :func:`decode`.
+
+    Pillow's image takes 4 bytes a pixel, and there is one; one colour more if it is turned or has transparency, while
+    it is resized. While a progressive JPEG is decoded, its coefficients take 3 bytes a pixel more (6 without
+    subsampling of colours), and the frames of a WebP decoder 12. ``scripts/bench_images.py`` measures it.
+    """
     limits = in_force(limits)
     pillow("PIL.Image")
     item = _payload(item)
@@ -200,7 +205,7 @@ def pillow(module: str) -> Any:
         ) from None
 
 
-def bands(image: Image) -> Iterator[tuple[int, Image]]:
+def bands(image: Picture) -> Iterator[tuple[int, Image]]:
     """The rows of an image in bands of about a million pixels, each with the number of its first row."""
     rows = max(_BAND // max(image.width, 1), 1)
     for top in range(0, image.height, rows):
@@ -326,7 +331,7 @@ def _as_input_error(what: str) -> Iterator[None]:
         ) from error
 
 
-def _decoded(stream: IO[bytes], what: str, limits: Limits) -> Image:
+def _decoded(stream: IO[bytes], what: str, limits: Limits) -> Picture:
     head = stream.read(_SIGNATURE_BYTES)
     stream.seek(0)
     found = _require_format(head, what)
@@ -363,41 +368,88 @@ def _check_scans(stream: IO[bytes], what: str) -> None:
         )
 
 
-def _upright_rgb(image: Image, what: str, limits: Limits) -> Image:
+def _upright_rgb(image: Image, what: str, limits: Limits) -> Picture:
     """The image in RGB, turned as its EXIF data say."""
     check_pixels(*image.size, what, limits)
     with _as_input_error(what):
         image.load()
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
-        image = _rgb(image, what)
-        if turn is not None:
-            image = image.transpose(pillow("PIL.Image").Transpose[turn])
-        return image
-
-
-def _rgb(image: Image, what: str) -> Image:
-    """The image in RGB: transparency blended onto white."""
     if image.mode in ("I", "F"):
         raise UserInputError(
             f"{what} has the mode {image.mode!r}, whose values have no fixed range: convert it to 8 bits first"
         )
-    transparent = image.info.get("transparency")
-    if image.mode == "RGB" and transparent is None:
+    if image.mode == "RGB" and turn is None and image.info.get("transparency") is None:
         return image
-    new, composite = pillow("PIL.Image").new, pillow("PIL.Image").alpha_composite
-    found = new("RGB", image.size)
-    for top, band in bands(image):
-        if image.mode.startswith("I;16"):
-            band = _upper_bits(band, transparent)
-        elif "A" in image.getbands() or transparent is not None:
-            band = composite(new("RGBA", band.size, "white"), band.convert("RGBA"))
-        found.paste(band.convert("RGB"), (0, top))
-    return found
+    return UprightImage(image, turn, what)
 
 
-def _upper_bits(band: Image, transparent: int | None) -> Image:
+class UprightImage:
+    """An image whose parts are made RGB and turned when they are needed: there is no second one of all its pixels.
+
+    It has what is used of Pillow's images, with equal results; transparency is blended onto white.
+
+    Args:
+        image: an image of Pillow.
+        turn: the name of the transposition that puts it upright; None if it is.
+        what: what messages call it.
+    """
+
+    def __init__(self, image: Image, turn: str | None, what: str):
+        self._image, self._what = image, what
+        self._turn, self._box = turn, _BOXES[turn]
+        # A turn by a quarter swaps the sides.
+        self.width, self.height = image.size if turn not in _QUARTERS else image.size[::-1]
+        self.size = self.width, self.height
+
+    def crop(self, box: tuple[int, int, int, int]) -> Image:
+        """Return a part, in RGB and upright, between its left, upper, right and lower sides."""
+        with _as_input_error(self._what):
+            part = self._rgb(self._image.crop(self._box(*box, *self._image.size)))
+            if self._turn is None:
+                return part
+            return part.transpose(pillow("PIL.Image").Transpose[self._turn])
+
+    def resize(self, size: tuple[int, int], resample: int) -> Image:
+        """Return the image in another size; one colour after the other, which are independent."""
+        found = []
+        for colour in range(3):
+            whole = pillow("PIL.Image").new("L", self.size)
+            for top, band in bands(self):
+                whole.paste(band.getchannel(colour), (0, top))
+            found.append(whole.resize(size, resample))
+        return pillow("PIL.Image").merge("RGB", found)
+
+    def _rgb(self, part: Image) -> Image:
+        transparent = self._image.info.get("transparency")
+        if part.mode.startswith("I;16"):
+            part = _upper_bits(part, transparent)
+        elif "A" in part.getbands() or transparent is not None:
+            white = pillow("PIL.Image").new("RGBA", part.size, "white")
+            part = pillow("PIL.Image").alpha_composite(white, part.convert("RGBA"))
+        return part.convert("RGB")
+
+
+# What a caller of open_rgb gets.
+Picture: TypeAlias = "Image | UprightImage"
+
+
+# The sides of a part before it is turned, from those after it and the size of the image before it is turned.
+_BOXES: dict[str | None, Callable[..., Any]] = {
+    None: lambda left, top, right, bottom, w, h: (left, top, right, bottom),
+    "FLIP_LEFT_RIGHT": lambda left, top, right, bottom, w, h: (w - right, top, w - left, bottom),
+    "ROTATE_180": lambda left, top, right, bottom, w, h: (w - right, h - bottom, w - left, h - top),
+    "FLIP_TOP_BOTTOM": lambda left, top, right, bottom, w, h: (left, h - bottom, right, h - top),
+    "TRANSPOSE": lambda left, top, right, bottom, w, h: (top, left, bottom, right),
+    "ROTATE_270": lambda left, top, right, bottom, w, h: (top, h - right, bottom, h - left),
+    "TRANSVERSE": lambda left, top, right, bottom, w, h: (w - bottom, h - right, w - top, h - left),
+    "ROTATE_90": lambda left, top, right, bottom, w, h: (w - bottom, left, w - top, right),
+}
+_QUARTERS = ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+
+
+def _upper_bits(part: Image, transparent: int | None) -> Image:
     """The upper 8 of 16 bits of grey; the transparent value is white."""
-    values = np.asarray(band)
+    values = np.asarray(part)
     grey = (values >> 8).astype(np.uint8)
     if transparent is not None:
         grey[values == transparent] = 255

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UserInputError
 from ..storage.limits import in_force
-from .decode import check_pixels, pillow
+from .decode import Picture, bands, check_pixels, pillow
 from .settings import (
     BICUBIC,
     BILINEAR,
@@ -28,14 +28,10 @@ from .settings import (
     Size,
 )
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-
 # --- steps --------------------------------------------------------------------------------
 
 
-def resized(image: Image, height: int, width: int, settings: ImageSettings) -> Image:
+def resized(image: Picture, height: int, width: int, settings: ImageSettings) -> Picture:
     """The image in another size.
 
     Raises:
@@ -69,7 +65,7 @@ def standard_size(height: int, width: int, size: Size) -> tuple[int, int]:
     return (edge, other) if height <= width else (other, edge)
 
 
-def center_cropped(image: Image, size: Size) -> Image:
+def center_cropped(image: Picture, size: Size) -> Picture:
     """The middle of an image, with black around it if it is smaller."""
     height, width = size["height"], size["width"]
     if image.size == (width, height):
@@ -79,22 +75,28 @@ def center_cropped(image: Image, size: Size) -> Image:
 
 
 def on_canvas(
-    image: Image, height: int, width: int, left: int, top: int, colour: tuple[int, ...] = (0, 0, 0)
-) -> Image:
+    image: Picture,
+    height: int,
+    width: int,
+    left: int,
+    top: int,
+    colour: tuple[int, ...] = (0, 0, 0),
+) -> Picture:
     """An image of one colour, with ``image`` at ``left`` and ``top``, which may be negative."""
     check_pixels(width, height, "the padded picture", in_force())
     canvas = pillow("PIL.Image").new("RGB", (width, height), colour)
-    canvas.paste(image, (left, top))
+    for down, band in bands(image):
+        canvas.paste(band, (left, top + down))
     return canvas
 
 
-def cropped(image: Image, left: int, top: int, width: int, height: int) -> Image:
+def cropped(image: Picture, left: int, top: int, width: int, height: int) -> Picture:
     """A part of an image, less what would lie outside of it."""
     right, bottom = min(left + width, image.width), min(top + height, image.height)
     return image.crop((left, top, right, bottom))
 
 
-def on_square(image: Image, settings: ImageSettings) -> Image:
+def on_square(image: Picture, settings: ImageSettings) -> Picture:
     """The image in the middle of a square of the mean colour."""
     side = max(image.size)
     if image.width == image.height:
@@ -107,7 +109,7 @@ def on_square(image: Image, settings: ImageSettings) -> Image:
 # --- tiles --------------------------------------------------------------------------------
 
 
-def _standard(image: Image, settings: ImageSettings) -> list[Image]:
+def _standard(image: Picture, settings: ImageSettings) -> list[Picture]:
     """One tile: resized, then cropped."""
     if settings.do_resize:
         size = standard_size(image.height, image.width, settings.size)
@@ -117,16 +119,16 @@ def _standard(image: Image, settings: ImageSettings) -> list[Image]:
     return [image]
 
 
-def _llava(image: Image, settings: ImageSettings) -> list[Image]:
+def _llava(image: Picture, settings: ImageSettings) -> list[Picture]:
     """One tile, of a picture that is first padded to a square if the settings say so."""
     return _standard(on_square(image, settings) if settings.do_pad else image, settings)
 
 
-def _padded_to_square(image: Image, settings: ImageSettings) -> list[Image]:
+def _padded_to_square(image: Picture, settings: ImageSettings) -> list[Picture]:
     return _standard(on_square(image, settings), settings)
 
 
-def _gemma3(image: Image, settings: ImageSettings) -> list[Image]:
+def _gemma3(image: Picture, settings: ImageSettings) -> list[Picture]:
     """The whole picture, and after it, if it is long, crops along its longer side (pan and scan)."""
     rows, columns = pan_and_scan(image.height, image.width, settings)
     tiles = [image]
@@ -153,7 +155,7 @@ def pan_and_scan(height: int, width: int, settings: ImageSettings) -> tuple[int,
     return (1, count) if width >= height else (count, 1)
 
 
-def _anyres(image: Image, settings: ImageSettings) -> list[Image]:
+def _anyres(image: Picture, settings: ImageSettings) -> list[Picture]:
     """The whole picture in one tile, then those of a canvas in the size that fits it best (LLaVA-NeXT)."""
     side, tile = _sides(settings)
     height, width = best_resolution(image.height, image.width, settings.image_grid_pinpoints)
@@ -206,7 +208,7 @@ def best_resolution(
 _IDEFICS_MOST = 4096
 
 
-def _idefics3(image: Image, settings: ImageSettings) -> list[Image]:
+def _idefics3(image: Picture, settings: ImageSettings) -> list[Picture]:
     """Tiles row by row, and after them the whole picture in one tile (Idefics3, SmolVLM)."""
     tile = settings.max_image_size["longest_edge"]
     if settings.do_resize:
@@ -269,7 +271,7 @@ def _idefics3_grid(height: int, width: int, tile: int) -> tuple[int, int]:
     return rows, math.ceil(int(rows * tile * ratio) / tile)
 
 
-def _pixtral(image: Image, settings: ImageSettings) -> list[Image]:
+def _pixtral(image: Picture, settings: ImageSettings) -> list[Picture]:
     """One tile of whole patches, no longer than the longest edge."""
     size, patch = settings.size, settings.patch_size
     if settings.do_resize:
@@ -292,7 +294,7 @@ def _pixtral(image: Image, settings: ImageSettings) -> list[Image]:
     return [image]
 
 
-def _qwen2_vl(image: Image, settings: ImageSettings) -> list[Image]:
+def _qwen2_vl(image: Picture, settings: ImageSettings) -> list[Picture]:
     """One tile of whole groups of patches, with so many pixels as the settings allow."""
     height, width = image.height, image.width
     factor = settings.patch_size * settings.merge_size
@@ -365,11 +367,11 @@ class Kind:
 
     name: str
     defaults: ImageSettings
-    cut: Callable[[Image, ImageSettings], list[Image]] = _standard
+    cut: Callable[[Picture, ImageSettings], list[Picture]] = _standard
     keys: frozenset[str] = frozenset({"do_center_crop", "crop_size", "do_pad", "pad_size"})
     is_square: bool = True
     is_float: bool = False
-    among_others: Callable[[Image, ImageSettings], list[Image]] | None = None
+    among_others: Callable[[Picture, ImageSettings], list[Picture]] | None = None
     layout: Callable[[int, int, ImageSettings], tuple[int, int]] = _no_layout
     is_packed: bool = False
     has_new_sizes: bool = False

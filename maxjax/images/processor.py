@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +17,11 @@ from ..errors import UserInputError
 from ..models.config import read_object
 from ..storage.files import is_there
 from ..storage.save.beside import Files
-from .decode import bands, open_rgb, pillow
+from .decode import Picture, bands, open_rgb, pillow
 from .inputs import ImageInputs
 from .kinds import Kind, find_kind, standard_size
 from .prompt import PictureTokens, named_tokens, picture_tokens, with_outer
 from .settings import ImageSettings, Size, read_settings
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 FILE = "preprocessor_config.json"
 OUTER = "processor_config.json"
@@ -178,7 +175,7 @@ class ImageProcessor:
         given = [inputs] if isinstance(inputs, ImageInputs) else inputs
         return self.tokens.expand(text, [(one, i) for one in given for i in range(len(one.sizes))])
 
-    def _arrays(self, image: Image, is_alone: bool) -> list[np.ndarray]:
+    def _arrays(self, image: Picture, is_alone: bool) -> list[np.ndarray]:
         """The tiles of a picture, each ``float32[3, H, W]``."""
         s = self.settings
         if self._kind.is_float and s.do_resize and s.do_rescale:
@@ -212,7 +209,7 @@ def _normalized(values: np.ndarray, settings: ImageSettings) -> np.ndarray:
     return (values - mean) / np.array(settings.image_std, np.float32).reshape(shape)
 
 
-def _looked_up(tile: Image, levels: np.ndarray) -> np.ndarray:
+def _looked_up(tile: Picture, levels: np.ndarray) -> np.ndarray:
     """The values of a tile's levels, ``float32[3, H, W]``."""
     found = np.empty((3, tile.height, tile.width), np.float32)
     for top, band in bands(tile):
@@ -222,7 +219,7 @@ def _looked_up(tile: Image, levels: np.ndarray) -> np.ndarray:
     return found
 
 
-def _resized_floats(image: Image, height: int, width: int, settings: ImageSettings) -> np.ndarray:
+def _resized_floats(image: Picture, height: int, width: int, settings: ImageSettings) -> np.ndarray:
     """The levels of an image in another size, not rounded: ``float32[3, height, width]``."""
     found = np.empty((3, height, width), np.float32)
     for colour in range(3):

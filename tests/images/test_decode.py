@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 
 from maxjax.errors import UserInputError
 from maxjax.images import decode, is_image
+from maxjax.images.decode import open_rgb
 from maxjax.images.processor import ImageProcessor
 from maxjax.storage.limits import Limits, allowing
 from tests.images.pictures import encoded, hopper, photograph
@@ -81,6 +82,34 @@ def test_exif_orientation_is_applied(orientation):
     with Image.open(io.BytesIO(data)) as image:
         np.testing.assert_array_equal(decode(data), np.asarray(ImageOps.exif_transpose(image)))
         np.testing.assert_array_equal(decode(image), decode(data))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_parts_and_resized_images_are_those_of_the_whole(orientation, mode, monkeypatch):
+    """Also of images of several bands, for each filter, larger and smaller."""
+    monkeypatch.setattr(sys.modules["maxjax.images.decode"], "_BAND", 200)
+    draw = np.random.default_rng(orientation)
+    image = Image.fromarray(draw.integers(0, 256, (23, 37, len(mode)), dtype=np.uint8))
+    data = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image.save(data, "PNG", exif=exif)
+    found = open_rgb(data.getvalue())
+    whole = Image.fromarray(decode(data.getvalue()))
+    turned = ImageOps.exif_transpose(Image.open(data))
+    expected = turned if mode == "RGB" else on_white(turned)
+    assert found.size == whole.size == turned.size
+    np.testing.assert_array_equal(np.asarray(whole), np.asarray(expected))
+    np.testing.assert_array_equal(
+        np.asarray(found.crop((3, 5, 20, 19))), np.asarray(whole.crop((3, 5, 20, 19)))
+    )
+    for size in ((11, 50), (60, 7), (37, 11), whole.size):
+        for resample in range(6):
+            resized = found.resize(size, resample)
+            np.testing.assert_array_equal(
+                np.asarray(resized), np.asarray(whole.resize(size, resample))
+            )
 
 
 def on_white(image):
