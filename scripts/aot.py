@@ -80,6 +80,8 @@ from maxjax.errors import MissingCompilerError, UserInputError  # noqa: E402
 from maxjax.graph.quantization import QuantizationEncoding  # noqa: E402
 from maxjax.models import build, find_family  # noqa: E402
 from maxjax.models.parts.config import groups_of_config  # noqa: E402
+from maxjax.nn.kv_cache.pages import PagePool  # noqa: E402
+from maxjax.nn.kv_cache.recurrent import Recurrent  # noqa: E402
 from scripts import hlo, packed_checkpoints, traffic  # noqa: E402
 from scripts.aot_programs import MODELS, PACKED, PROGRAMS, TABLE, TOPOLOGIES, Case  # noqa: E402
 
@@ -171,28 +173,35 @@ def trace(case: Case, topology: str) -> Traced:
     tokens = rows.get(case.program, case.batch * case.tokens)
     mixture = mixture_of(model.config, weights, tokens)
     held = [held_of(name, leaf, model.config, tokens) for name, leaf in weights.items()]
-    held += cache_of(case, model)
-    need, seen = traffic.needed(held, mixture), windows_of(case, model)
+    seen: dict[str, float] = {}
+    if case.program != "call":
+        pool = abstract_pool(model, case.batch, case.capacity, case.cache_dtype)
+        held, seen = held + cache_of(case, model, pool), windows_of(case, model, pool)
+    need = traffic.needed(held, mixture)
     return Traced(program, model.config.num_hidden_layers, mixture, need, seen)
 
 
-def windows_of(case: Case, model: Any) -> dict[str, float]:
-    """By the name of a group of layers, the share of the cache that a token attends to: less than 1 with a window."""
-    groups, most = groups_of_config(model.config), max(case.capacity, 1)
-    windows = {name: getattr(group.kind, "window", None) or most for name, group in groups.items()}
-    return {name: min(1, window / most) for name, window in windows.items()}
+def windows_of(case: Case, model: Any, pool: PagePool) -> dict[str, float]:
+    """By the name of a group of layers, the share of its pages that a token attends to: less than 1 with a window."""
+    slots, _ = in_groups(model, case.batch)
+
+    def share(name: str, kind: Any) -> float:
+        window, state = getattr(kind, "window", None), pool.states[name]
+        if window is None or isinstance(state, Recurrent):
+            return 1
+        return min(1, window * slots / (state.keys.shape[1] * pool.page_size))
+
+    groups = groups_of_config(model.config)
+    return {name: share(name, group.kind) for name, group in groups.items()}
 
 
-def cache_of(case: Case, model: Any) -> list[traffic.Held]:
+def cache_of(case: Case, model: Any, pool: PagePool) -> list[traffic.Held]:
     """What a call has to read of the cache: of the texts that it is for, what a token attends to."""
-    if case.program == "call":
-        return []
     slots, groups = in_groups(model, case.batch)
     share = groups / slots if case.program == "read" else 1
-    pool = abstract_pool(model, case.batch, case.capacity, case.cache_dtype)
     return [
         traffic.Held(f"{name}.{n}", round(local_bytes(a) * share * seen))
-        for name, seen in windows_of(case, model).items()
+        for name, seen in windows_of(case, model, pool).items()
         for n, a in _leaves(pool.states[name]).items()
     ]
 

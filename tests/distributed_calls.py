@@ -24,6 +24,7 @@ from maxjax.engine.batching.scheduler import Scheduler
 from maxjax.errors import PeerLostError
 from maxjax.graph.weights.gathering import Gathering
 from maxjax.lockstep import Lockstep
+from maxjax.models import Qwen2, Qwen2Config
 from maxjax.storage.files import OpenFile
 from maxjax.text.stream import TextStream
 from scripts.minilm import minilm_directory
@@ -121,7 +122,8 @@ def engine_answers(
 ) -> dict[str, Any]:
     """What an engine answers on a mesh; in processes that only follow, what they are told instead."""
     # In float32 rounding decides between no two tokens.
-    model, tokenizer = maxjax.load("tiny", mesh=_mesh(axes), dtype="float32")
+    path = directory / "windows" if options.pop("has_windows", False) else "tiny"
+    model, tokenizer = maxjax.load(path, mesh=_mesh(axes), dtype="float32")
     if options.pop("has_draft", False):
         options["draft"] = model
     found: dict[str, Any] = {}
@@ -167,6 +169,7 @@ def engine_answers(
         found["logprobs"] += [one.logprob for one in scored.logprobs]
         repeated = "1 2 3 4 5 6 7 8 " * 8
         found["repeated"] = [_told(submit(repeated, chat=False).result()) for _ in range(3)]
+        found["window pages"] = engine.stats().window_pages
         found["compiled"] = engine.compile()
         found["after"] = _told(submit(PROMPTS[0]).result())
         missing = directory / "missing"
@@ -186,6 +189,20 @@ def save_adapter(directory: Path) -> None:
     }
     new.load_state_dict(values, strict=False)
     maxjax.lora.save(directory / "adapter", new)
+
+
+def save_windows(directory: Path) -> None:
+    """Writes a model with the sizes of the tiny one, whose first layer has a sliding window."""
+    tiny, tokenizer = maxjax.load("tiny")
+    of = tiny.config
+    config = Qwen2Config(
+        of.vocab_size, of.hidden_size, of.intermediate_size, num_hidden_layers=2,
+        num_attention_heads=of.num_attention_heads, num_key_value_heads=of.num_key_value_heads,
+        max_position_embeddings=of.max_position_embeddings, sliding_window=20,
+        layer_types=("sliding_attention", "full_attention"),
+    )  # fmt: skip
+    model = maxjax.init(Qwen2(config), jax.random.key(0))
+    maxjax.save_pretrained(model, directory / "windows", tokenizer=tokenizer)
 
 
 def _caught(call: Callable[[], Any]) -> Exception | None:

@@ -462,13 +462,14 @@ def test_an_engine_of_two_processes_answers_as_one(two):
     ("processes", "local", "axes", "engines"),
     [
         (2, 2, {"model": 4}, [{"speculation": "lookup"}, {"has_draft": True}, {"exact": True}]),
-        (2, 2, {"data": 2, "model": 2}, [{"slots": 4}]),
+        (2, 2, {"data": 2, "model": 2}, [{"slots": 4}, {"has_windows": True, "chunk": 16}]),
         (4, 1, {"model": 4}, [{"cache_dtype": "int8"}, {"cache_bytes": "1MiB"}]),
     ],
     ids=str,
 )
 def test_engines_of_several_processes_answer_as_one(tmp_path, processes, local, axes, engines):
     calls.save_adapter(tmp_path)
+    calls.save_windows(tmp_path)
     _settle(tmp_path, local, axes, all=True, engines=engines)
     with workers("engine", tmp_path, processes, PATIENT) as all_of_them:
         each = [calls.engine_answers(axes, tmp_path, True, **options) for options in engines]
@@ -476,6 +477,7 @@ def test_engines_of_several_processes_answer_as_one(tmp_path, processes, local, 
             assert worker.process.wait(8 * START_SECONDS) == 0, worker.log()
         told = [worker.told() for worker in all_of_them]
     _same_engines({f"engine {i}": one for i, one in enumerate(each)}, told, len(engines))
+    assert [one["window pages"] > 0 for one in each] == ["has_windows" in one for one in engines]
 
 
 def test_what_differs_or_fails_is_told_to_all(two):

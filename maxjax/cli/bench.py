@@ -240,7 +240,7 @@ def _cache_bytes(model: Any, pool: Any, batch: int, tokens: int) -> int:
         size, kind = _on_devices(pool.states[name]), group.kind
         if isinstance(kind, KeysValues):
             seen = min(tokens, kind.window or tokens)
-            total += size * batch * seen // (pool.pages * pool.page_size)
+            total += size * batch * seen // (pool.states[name].keys.shape[1] * pool.page_size)
         else:  # a state that does not grow with a text is read whole
             total += size
     return total

@@ -23,6 +23,7 @@ from .decode import triton
 from .decode.step import Options
 from .gpu.triton import unavailable as no_triton
 from .operation import Operation, has_static_shapes
+from .pages import is_page
 from .pallas import program_device, refused
 from .tpu import paged_decode
 from .tpu.mosaic import unavailable as no_mosaic
@@ -81,11 +82,12 @@ def own_pages(
     Args:
         pool: arrays ``[L, N, K, P, ...]``.
         layer, table: as for ``pages_of``.
-        numbers: the positions of the tokens, ``[1, M · P]``.
+        numbers: the positions of the tokens, ``[B or 1, M · P]``.
         ends: the number of tokens of each sequence, ``[B, 1]``.
     """
     # A page may have been that of a text whose numbers were not finite.
-    is_own = (numbers < ends)[:, None]  # [B, 1, S]
+    _, pages, _, size, *_ = pool[0].shape
+    is_own = ((numbers < ends) & jnp.repeat(is_page(table, pages), size, axis=1))[:, None]
 
     def own(array: jax.Array) -> jax.Array:
         mask = is_own.reshape(*is_own.shape, *(1,) * (array.ndim - 3))

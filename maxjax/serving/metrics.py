@@ -21,6 +21,8 @@ _GAUGES = {
     "running": "answers that have a slot",
     "pages": "pages of the cache",
     "free_pages": "pages that no answer uses",
+    "window_pages": "pages of layers with a sliding window",
+    "free_window_pages": "pages of layers with a sliding window that no answer uses",
 }
 
 

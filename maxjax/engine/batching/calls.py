@@ -12,6 +12,7 @@ import numpy as np
 from ...graph.placement.arrays import platform_of
 from ...graph.placement.specs import held_bytes, mesh_of
 from ...lockstep import Lockstep
+from ...nn.kv_cache.recurrent import Recurrent
 from ...nn.layer.observe.programs import ProgramObserver
 from ...progress import compiling
 from .adapters import Adapters
@@ -105,7 +106,9 @@ class Calls:
     def token_bytes(self) -> float:
         """The bytes that the cache of a token takes on a device."""
         pool = self.memory.arrays.pool
-        return _held(pool) * self.memory.groups / (pool.pages * pool.page_size)
+        each = [one for one in pool.states.values() if not isinstance(one, Recurrent)]
+        pages = sum(_held(one) / one.keys.shape[1] for one in each)
+        return pages * self.memory.groups / pool.page_size
 
     def placed(
         self, texts: Sequence[RunningText], rows: int | None = None
@@ -130,12 +133,16 @@ class Calls:
     ) -> TextRows:  # fmt: skip
         """The arrays of the texts in these rows; the table has ``width`` pages, by default as many as they need."""
         if width is None:
-            longest = max((len(text.pages) for text in texts if text is not None), default=1)
+            each = [text for text in texts if text is not None]
+            longest = max(
+                (len(p) for one in each for p in (one.pages, one.window_pages)), default=1
+            )
             width = next(n for n in self.widths(gathers) if n >= longest)
         return TextRows.of(
             texts, width, self.memory.slots, vocab_size=self.vocab_size, finishes=finishes,
             has_lengths=self._has_lengths, has_masks=self._has_masks, has_mtp=self.memory.has_mtp,
             has_axes=self._has_axes,
+            has_windows=self.memory.window is not None,
         )  # fmt: skip
 
     def widths(self, gathers: bool = False) -> list[int]:
@@ -145,7 +152,7 @@ class Calls:
             gathers: whether a program copies all pages that the table has room for, on any platform. Where a kernel
                 reads the pages of a text alone, the longest texts decide on one size.
         """
-        found = table_widths(self.memory.needed(self._longest))
+        found = table_widths(self.memory.entries(self._longest))
         # A TPU copies a table to its memory for scalars.
         if gathers or not self.is_ragged or self.platform == "tpu":
             return found
@@ -154,7 +161,7 @@ class Calls:
     @property
     def ragged_width(self) -> int:
         """The size of tables for tokens of several texts that are read at once: ``RAGGED`` tokens at most."""
-        return min(self.widths()[-1], self.memory.needed(RAGGED))
+        return min(self.widths()[-1], self.memory.entries(RAGGED))
 
     def row_counts(self) -> list[int]:
         """The numbers of texts that a decode step may be for."""

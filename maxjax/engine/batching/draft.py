@@ -279,7 +279,8 @@ class Drafts(ModelGuesses):
             self._run(read, rows, ids, np.asarray([count], np.int32))
 
     def _texts(self, rows: Sequence[RunningText | None], **table: Any) -> TextRows:
-        return super()._texts(rows, **table)._replace(text_lengths=None, found=None)
+        own = {"text_lengths": None, "found": None, "window_table": None}
+        return super()._texts(rows, **table)._replace(**own)
 
     def compile(self) -> int:
         of, sizes = self._room, token_counts(self._chunk)

@@ -40,7 +40,7 @@ from .compile import compile_programs
 from .draft import check_speculation
 from .follower import Follower
 from .grammar import matcher_of
-from .memory import in_groups, page_size_of, rows_of_states
+from .memory import in_groups, page_size_of, rows_of_states, window_page_count
 from .messages import tell
 from .programs import LogitsProcessor
 from .running import RunningText, running_text
@@ -55,12 +55,13 @@ class EngineStats(NamedTuple):
 
     Attributes:
         waiting, running: number of texts in the queue, and of texts that have a slot.
-        pages, free_pages: number of pages of the cache, and of those that no text uses.
+        pages, free_pages: number of pages of the cache, and of those that no text uses; of layers that keep all tokens.
         read_tokens, found_tokens: number of prompt tokens that were read, and that were found in the cache instead.
         written_tokens, steps: number of tokens of answers, and of decode steps.
         busy: mean share of the slots that wrote a token in a step.
         guessed_tokens, right_tokens: number of tokens that were guessed, and of those that the model agreed with.
         near_ties: number of tokens of answers that rounding may have decided (``Completion.near_ties``).
+        window_pages, free_window_pages: as ``pages``, of layers with a sliding window; 0 if they keep all tokens too.
     """
 
     waiting: int
@@ -75,6 +76,8 @@ class EngineStats(NamedTuple):
     guessed_tokens: int = 0
     right_tokens: int = 0
     near_ties: int = 0
+    window_pages: int = 0
+    free_window_pages: int = 0
 
 
 class Engine:
@@ -183,12 +186,12 @@ class Engine:
         _check_processor(logits_processor, model.config.vocab_size)
         check_speculation(model, speculation, draft)
         dtype = None if cache_dtype is None else named_dtype("cache_dtype", cache_dtype)
-        pages = page_count(model, slots, cache_bytes, dtype, draft, speculation == "mtp")
+        pages = page_counts(model, slots, cache_bytes, dtype, chunk, draft, speculation == "mtp")
         read = {_adapter_name(name): updates_of(model, one) for name, one in adapters.items()}
         if together.is_shared:
             _check_processes(model, draft)
             together.agree(
-                slots=slots, pages=pages, chunk=chunk, cache_dtype=str(cache_dtype), exact=exact,
+                slots=slots, chunk=chunk, cache_dtype=str(cache_dtype), exact=exact, **pages._asdict(),
                 logits_processor=logits_processor is not None, speculation=speculation, max_adapters=max_adapters,
                 max_adapter_rank=max_adapter_rank, adapters={name: updates_digest(one) for name, one in read.items()},
                 tokenizer=None if tokenizer is None else tokenizer.digest, **model_facts(model),
@@ -197,7 +200,8 @@ class Engine:
         scheduler = Scheduler(
             model,
             slots,
-            pages,
+            pages.pages,
+            window_pages=pages.window_pages,
             chunk=chunk,
             cache_dtype=dtype,
             exact=exact,
@@ -409,6 +413,7 @@ class Engine:
             len(of.waiting) + len(self._worker.coming), len(of.running), of.memory.count, of.memory.free,
             of.read_count, of.memory.hits, of.written, of.steps, of.busy_rows / rows,
             *((guessed.made, guessed.right) if guessed else (0, 0)), of.near_ties,
+            of.memory.window_count, of.memory.window_free,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -606,39 +611,73 @@ class _Worker:
         self.scheduler.close()
 
 
-def page_count(
-    model: Any, slots: int, cache_bytes: int | str | None, dtype: DType | None, draft: Any = None,
-    mtp: bool = False,
-) -> int:  # fmt: skip
-    """The number of pages, in each group of devices, of a cache of so many bytes on each device.
+class PageCounts(NamedTuple):
+    """The numbers of pages of a cache in each group of devices.
+
+    Attributes:
+        pages: number of pages of layers that keep all tokens.
+        window_pages: number of pages of layers with a window; 0: they have those of the others.
+    """
+
+    pages: int
+    window_pages: int
+
+
+def page_counts(
+    model: Any, slots: int, cache_bytes: int | str | None, dtype: DType | None, chunk: int,
+    draft: Any = None, mtp: bool = False,
+) -> PageCounts:  # fmt: skip
+    """The numbers of pages of a cache of so many bytes on each device.
+
+    Args:
+        model: a decoder.
+        slots: number of slots.
+        cache_bytes: size of the cache on each device; None: 2,048 tokens for each slot.
+        dtype: dtype of keys and values; None for the model's.
+        chunk: largest number of prompt tokens that are read at once.
+        draft: a smaller model that guesses tokens, with a cache of its own.
+        mtp: whether the model's layer of multi-token prediction follows the texts.
 
     Raises:
-        UserInputError: it has no room for a page.
+        UserInputError: it has no room for a page, or for what slots need.
     """
     slots, groups = in_groups(model, slots)
     page_size = page_size_of(model)
+    windows = lambda pages: window_page_count(model, slots, pages, chunk, draft)
     if cache_bytes is None:
-        return slots // groups * -(-min(model.max_length, _TOKENS) // page_size)
+        count = slots // groups * -(-min(model.max_length, _TOKENS) // page_size)
+        return PageCounts(count, windows(count))
     size, rows = size_in_bytes(cache_bytes, "cache_bytes"), rows_of_states(model, slots)
-    one, two = (
-        sum(
-            held_bytes(leaf.sharding, leaf.shape, leaf.dtype.itemsize)
-            for one, more in ((model, mtp), (draft, False))
-            if one is not None
-            for leaf in jax.tree.leaves(
-                one.page_pool(n, page_size, rows, dtype, abstract=True, mtp=more)
+
+    def held(pages: int, window_pages: int) -> int:
+        """The bytes of a cache on each device."""
+        pools = [model.page_pool(
+            pages * groups, page_size, rows, dtype, abstract=True, mtp=mtp, window_pages=window_pages * groups
+        )]  # fmt: skip
+        if draft is not None:
+            pools.append(draft.page_pool(pages * groups, page_size, rows, dtype, abstract=True))
+        leaves = jax.tree.leaves(pools)
+        return sum(held_bytes(leaf.sharding, leaf.shape, leaf.dtype.itemsize) for leaf in leaves)
+
+    def fitting(window_pages: int) -> int:
+        """The number of pages beside those of windows; it is the number of slots if no layer has any."""
+        page = held(2, window_pages) - held(1, window_pages)
+        rest = size - (held(1, window_pages) - page)
+        count = rest // page if page else slots
+        if count < 1 or rest < 0:
+            raise UserInputError(
+                f"cache_bytes is {bytes_text(size)}: a page of {page_size} tokens takes {bytes_text(page)} on a "
+                f"device, and what {slots} slots need beside pages {bytes_text(size - rest)}"
             )
-        )
-        for n in (groups, 2 * groups)
-    )
-    page = two - one
-    count = (size - (one - page)) // page if page else slots
-    if count < 1:
-        raise UserInputError(
-            f"cache_bytes is {bytes_text(size)}: a page of {page_size} tokens takes {bytes_text(page)} on a "
-            f"device, and what {slots} slots need beside pages {bytes_text(one - page)}"
-        )
-    return int(count)
+        return int(count)
+
+    count = fitting(0)
+    window_pages = windows(count)
+    if not window_pages:
+        return PageCounts(count, 0)
+    page = held(2, window_pages) - held(1, window_pages)
+    # Where all layers have windows, all that fit are theirs: they keep the beginnings of more texts.
+    return PageCounts(fitting(window_pages), window_pages if page else count)
 
 
 def _check_processes(model: Any, draft: Any) -> None:

@@ -2,6 +2,9 @@
 
 A mesh may divide sequences among G groups of its devices. Each group then has its slots and its pages, whose numbers
 are those in its part of the pool, and a text stays in its group.
+
+Layers with a sliding window have a pool of their own where that takes less memory (:func:`window_page_count`). It has
+enough pages for all slots, whatever the length of their texts: a text never waits for them.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from ..bucket import bucket
 from ..sampling.rows import Words
 from ..sampling.sequences import Sequences
 from ..shardings import shardings_on_mesh
+from .dispatch import MAX_STEPS
 from .messages import tell
-from .pages import Key, Pages
+from .pages import Key, Pages, SlidingWindow
 from .programs import EngineMemory, moved, resized_words, start_words
 from .running import RunningText
 from .snapshots import LEAST_PAGES, Snapshots, copied, recurrent_states, snapshot_count
@@ -69,6 +73,40 @@ def is_recurrent(model: Any) -> bool:
     return any(isinstance(group.kind, States) for group in model._groups.values())
 
 
+def window_page_count(model: Any, slots: int, pages: int, chunk: int, draft: Any = None) -> int:
+    """The number of pages, in each group of devices, that slots need in layers with a window.
+
+    They have room for the window, a piece of a prompt and a page, for each slot.
+
+    Args:
+        model: a decoder.
+        slots: number of slots (:func:`in_groups`).
+        pages: number of pages of each group, if all layers keep all tokens.
+        chunk: largest number of prompt tokens that are read at once.
+        draft: a smaller model that guesses tokens. Its pages have the numbers that texts have in layers of the model
+            that keep all tokens.
+
+    Returns:
+        The number; 0 if these layers have the pages of the others: there are none with a window, these would need as
+        many as ``pages``, a draft has no other numbers, or the model reads pictures.
+    """
+    kinds = [group.kind for group in model._groups.values() if isinstance(group.kind, KeysValues)]
+    windows = [kind.window for kind in kinds if kind.window is not None]
+    if not windows or (draft is not None and len(windows) == len(kinds)):
+        return 0
+    if getattr(model, "vision", None) is not None:
+        return 0  # a picture is read as a whole, whatever its size
+    slots, groups = in_groups(model, slots)
+    most = SlidingWindow(max(windows), page_size_of(model)).most(_most_new(chunk))
+    count = slots // groups * most
+    return count if count < pages else 0
+
+
+def _most_new(chunk: int) -> int:
+    """The largest number of tokens that a call adds to a text."""
+    return max(chunk, MAX_STEPS)
+
+
 class TextMemory:
     """Slots, pages and words.
 
@@ -81,6 +119,9 @@ class TextMemory:
         is_exact: whether a text gets all its pages at once.
         has_order: whether texts may have settings about the order of tokens, or rare filters.
         has_mtp: whether the model's layer of multi-token prediction follows the texts.
+        window_pages: number of pages of each group in layers with a window, at least that of
+            :func:`window_page_count`; 0: these layers have the pages of the others.
+        chunk: largest number of prompt tokens that are read at once.
         together: the call that it belongs to, if several processes make it together.
 
     Attributes:
@@ -92,18 +133,20 @@ class TextMemory:
         is_recurrent: whether a text has a state that cannot be shared or taken back.
         has_whole_pages: whether each device has whole pages.
         hits: number of tokens that were found instead of read.
+        window: what layers with a window keep of a text; None if they have no pages of their own.
     """
 
     def __init__(
         self, model: Any, slots: int, pages: int, most_pages: int, cache_dtype: Any, is_exact: bool,
-        has_order: bool, has_mtp: bool = False, together: Lockstep | None = None,
+        has_order: bool, has_mtp: bool, window_pages: int, chunk: int, together: Lockstep | None = None,
     ):  # fmt: skip
         self.model, self._together = model, together
         slots, self.groups = in_groups(model, slots)
         self.slots = slots
         self.cache_dtype, self._is_exact, self.hits = cache_dtype, is_exact, 0
         self._has_order, self.has_mtp = has_order, has_mtp
-        self.page_size = page_size_of(model)
+        self.page_size, self._most_new = page_size_of(model), _most_new(chunk)
+        self._window_pages, self.window = window_pages, None
         self._most, pool = max(pages, most_pages), self._pool(pages)
         self.arrays = EngineMemory(pool, None)
         self.is_recurrent = is_recurrent(model)
@@ -113,6 +156,12 @@ class TextMemory:
         self.shardings = shardings_on_mesh(pool)
         each, rows = pool.pages // self.groups, slots // self.groups
         self._pages = [Pages(each, self.page_size) for _ in range(self.groups)]
+        self._windows: list[Pages] = []
+        if window_pages:
+            windows = [getattr(state, "window", None) for state in pool.states.values()]
+            tokens = max(window for window in windows if window is not None)
+            self.window = SlidingWindow(tokens, self.page_size)
+            self._windows = [Pages(window_pages, self.page_size) for _ in range(self.groups)]
         # Models with recurrent layers alone have no pages, and texts of any length.
         most = self._most * self.page_size if each else _LONGEST_AT_FIRST
         self._longest = min(model.max_length, most)
@@ -124,8 +173,9 @@ class TextMemory:
     def _pool(self, count: int) -> Any:
         """A pool of so many pages in each group."""
         return self.model.page_pool(
-            count * self.groups, self.page_size, self.slots, self.cache_dtype, mtp=self.has_mtp
-        )
+            count * self.groups, self.page_size, self.slots, self.cache_dtype, mtp=self.has_mtp,
+            window_pages=self._window_pages * self.groups,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Frees the memory on the devices."""
@@ -153,13 +203,23 @@ class TextMemory:
 
     @property
     def count(self) -> int:
-        """The number of pages; 0 if the model keeps no keys and values."""
+        """The number of pages of layers that keep all tokens; 0 if the model has none."""
         return sum(pages.count for pages in self._pages)
 
     @property
     def free(self) -> int:
-        """The number of pages that no text has."""
+        """The number of these pages that no text has."""
         return sum(pages.free for pages in self._pages)
+
+    @property
+    def window_count(self) -> int:
+        """The number of pages of layers with a window; 0 if they have none of their own."""
+        return sum(pages.count for pages in self._windows)
+
+    @property
+    def window_free(self) -> int:
+        """The number of these pages that no text has."""
+        return sum(pages.free for pages in self._windows)
 
     @property
     def longest(self) -> int | None:
@@ -167,8 +227,12 @@ class TextMemory:
         return self._most * self.page_size if self.count else None
 
     def needed(self, tokens: int) -> int:
-        """The number of pages of so many tokens."""
+        """The number of pages of so many tokens, in layers that keep all tokens."""
         return self._pages[0].needed(tokens)
+
+    def entries(self, tokens: int) -> int:
+        """The number of entries of a table for so many tokens; 0 if the model keeps no keys and values."""
+        return -(-tokens // self.page_size) if self.count or self._windows else 0
 
     def can_add(self, texts: Sequence[RunningText], tokens: Sequence[int]) -> bool:
         """Whether there are pages for so many tokens of each text."""
@@ -192,25 +256,48 @@ class TextMemory:
         salt = repr((text.salt, text.loaded, text.text_length)).encode()
         return self._pages[0].keys(text.tokens[:count], salt, text.keys or (), text.pictures)
 
-    def has(self, key: Key) -> bool:
-        """Whether a page has this key."""
-        return any(pages.has(key) for pages in self._pages)
+    def known(self, keys: Sequence[Key]) -> int:
+        """The largest number of the first pages with these keys that a text could share now."""
+        return max(next(iter(self._shareable(g, keys)), 0) for g in range(self.groups))
+
+    def _shareable(self, group: int, keys: Sequence[Key]) -> Sequence[int]:
+        """The numbers of the first pages with these keys that a text of a group can share, the largest first.
+
+        Layers with a window need only the pages that tokens after them see.
+        """
+        known = self._pages[group].known(keys) if self.count else len(keys)
+        if self.window is None:
+            return range(known, 0, -1)
+        found, run, pages = [], 0, self._windows[group]
+        for count, key in enumerate(keys[:known], 1):
+            run = run + 1 if pages.has(key) else 0
+            if run >= count - self.window.first(count * self.page_size):
+                found.append(count)
+        return found[::-1]
 
     def publish(self, text: RunningText, keys: Sequence[Key]) -> None:
         """Gives the pages of a text these keys."""
-        self._pages[self.group_of(text)].publish(text.pages, keys)
+        for pages, own in self._pages_of(text):
+            pages.publish(own, keys)
+
+    def _pages_of(self, text: RunningText) -> list[tuple[Pages, list[int]]]:
+        """The pages of a text's group, and those of the text: of layers that keep all tokens, and of the others."""
+        group = self.group_of(text)
+        found = [(self._pages[group], text.pages)]
+        return [*found, (self._windows[group], text.window_pages)] if self._windows else found
 
     # --- states of recurrent layers
 
-    def _find_state(self, text: RunningText, keys: Sequence[Key]) -> tuple[list[Key], int | None]:
-        """The keys of the first pages of a text that can be shared, and the row of the state after them."""
+    def _find_state(
+        self, text: RunningText, keys: Sequence[Key], counts: Sequence[int]
+    ) -> tuple[int, int | None]:
+        """How many of its first pages a text shares, one of ``counts`` or 0, and the row of the state after them."""
         if self._snapshots is None:
-            return list(keys), None
-        known = self.pages.known(keys) if self.count else len(keys)
-        pages, row = self._snapshots.find(keys, known) or (0, None)
+            return next(iter(counts), 0), None
+        pages, row = self._snapshots.find(keys, counts) or (0, None)
         ends = self._snapshots.common(keys), len(keys)
         text.cuts = [n * self.page_size for n in ends if n > pages and n >= LEAST_PAGES]
-        return list(keys[:pages]), row
+        return pages, row
 
     def keep_state(self, text: RunningText) -> None:
         """Keeps the state of a text whose reading has come to one of its cuts."""
@@ -263,13 +350,17 @@ class TextMemory:
             if self.add_pages(text, size):
                 return True
             self.release(text)
-        groups = [g for g in range(self.groups) if self._free[g]]
+        shareable = {g: self._shareable(g, keys) for g in range(self.groups) if self._free[g]}
         # The group that has most of its beginning, and of these the one with the fewest texts.
-        for g in sorted(groups, key=lambda g: (-self._pages[g].known(keys), -len(self._free[g]))):
-            shared, row = self._find_state(text, keys)
-            text.slot, text.pages = self._free[g].pop(), self._pages[g].share(shared)
-            text.stored = (len(text.pages) if row is None else len(shared)) * self.page_size
-            text.found = text.stored
+        order = lambda g: (-next(iter(shareable[g]), 0), -len(self._free[g]))
+        for g in sorted(shareable, key=order):
+            count, row = self._find_state(text, keys, shareable[g])
+            text.slot, text.pages = self._free[g].pop(), self._pages[g].share(keys[:count])
+            text.stored = text.found = count * self.page_size
+            if self.window is not None:
+                first = self.window.first(text.stored)
+                shared = self._windows[g].share(keys[first:count])
+                text.window_pages = [-1] * first + shared
             if self.add_pages(text, size):
                 self._count_found(text)
                 if row is not None:
@@ -297,7 +388,24 @@ class TextMemory:
         more = pages.allocate(wanted)
         assert more is not None
         text.pages += more
+        self.move_window(text, min(tokens, text.stored + self._most_new))
         return True
+
+    def move_window(self, text: RunningText, tokens: int) -> None:
+        """Gives the pages back that no later token of a text sees, and takes those of its first ``tokens`` tokens.
+
+        This is for layers with a window, and there are always enough pages.
+        """
+        if self.window is None:
+            return
+        pages, own = self._windows[self.group_of(text)], text.window_pages
+        first = self.window.first(text.stored)
+        if first and own[first - 1] >= 0:
+            pages.release(own[:first])
+            own[:first] = [-1] * first
+        more = pages.allocate(max(self.entries(tokens) - len(own), 0))
+        assert more is not None
+        own += more
 
     def _grow(self, count: int) -> None:
         """Makes the pool larger, with so many pages in each group."""
@@ -310,13 +418,14 @@ class TextMemory:
         """Takes slot and pages from a text; what is not valid is shared with no other."""
         assert text.slot is not None
         group = self.group_of(text)
-        if not is_valid:
-            self._pages[group].withdraw(text.pages)
-            if self._snapshots is not None:
-                self._snapshots.drop(text.keys or ())
-        self._pages[group].release(text.pages)
+        for pages, own in self._pages_of(text):
+            if not is_valid:
+                pages.withdraw(text.keys or ())
+            pages.release(own)
+        if not is_valid and self._snapshots is not None:
+            self._snapshots.drop(text.keys or ())
         self._free[group].append(text.slot)
-        text.slot, text.pages, text.stored, text.cuts = None, [], 0, []
+        text.slot, text.pages, text.window_pages, text.stored, text.cuts = None, [], [], 0, []
 
     def take_over(self, text: RunningText, before: RunningText) -> None:
         """Gives a text the slot of another one, and the pages of the tokens with which both begin."""
@@ -330,13 +439,17 @@ class TextMemory:
         elif before.pictures is not None:
             count = min(count, before.pictures.common(None))
         is_other = (text.text_length[1], text.loaded) != (before.text_length[1], before.loaded)
-        if is_other or (count < len(read) and self.is_recurrent):
+        # A state cannot go back, and what earlier tokens see may be gone.
+        is_fixed = self.is_recurrent or self.window is not None
+        if is_other or (count < len(read) and is_fixed):
             count = 0
-        kept = self.needed(count)
-        self._pages[self.group_of(before)].release(before.pages[kept:])
-        text.slot, text.pages, text.stored = before.slot, before.pages[:kept], count
+        entries = self.entries(count)
+        for pages, own in self._pages_of(before):
+            pages.release(own[entries:])
+        text.slot, text.pages, text.stored = before.slot, before.pages[:entries], count
+        text.window_pages = before.window_pages[:entries]
         text.found = 0 if count == len(read) else count
-        before.slot, before.pages = None, []
+        before.slot, before.pages, before.window_pages = None, [], []
         self._count_found(text)
 
     def _count_found(self, text: RunningText) -> None:

@@ -3,6 +3,10 @@
 A page that a text has filled is known by a key: its tokens and the key of the page before it. It stays after the text
 has ended, until the pool needs it, and a later text that begins with the same tokens shares it (radix attention,
 arXiv:2312.07104). This is the host's side alone: numbers of pages, not their content.
+
+Layers with a sliding window may have pages of their own (:class:`SlidingWindow`). A text gives these back as it grows,
+each when no later token sees its tokens. It can begin with the first pages of another text only if those of the last
+window are still there, as in vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -10,12 +14,38 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..pictures import Pictures
 
 Key = bytes
+
+
+class SlidingWindow(NamedTuple):
+    """What layers with a sliding window keep of a text.
+
+    Attributes:
+        tokens: number of tokens that a token attends to, itself included.
+        size: number of tokens of a page.
+
+    Example:
+        >>> window = SlidingWindow(100, 64)
+        >>> [window.first(stored) for stored in (100, 200, 300, 1000)], window.most(512)
+        ([0, 1, 2, 13], 11)
+    """
+
+    tokens: int
+    size: int
+
+    def first(self, stored: int) -> int:
+        """The first page that is kept of a text with so many tokens: those after its last full page see it."""
+        return max(stored // self.size * self.size - self.tokens, 0) // self.size
+
+    def most(self, new: int) -> int:
+        """The largest number of pages that a text has in a call which adds at most ``new`` tokens to it."""
+        return -(-self.tokens // self.size) + (new + self.size - 2) // self.size + 1
 
 
 class Pages:
@@ -121,14 +151,13 @@ class Pages:
     def publish(self, numbers: Sequence[int], keys: Sequence[Key]) -> None:
         """Gives the pages of a text the keys of its tokens, for later texts; as many as there are keys."""
         for number, key in zip(numbers, keys, strict=False):
-            if key not in self._numbers and number not in self._keys:
+            if number >= 0 and key not in self._numbers and number not in self._keys:
                 self._keys[number], self._numbers[key] = key, number
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Gives the pages of a text back; those with keys stay for later texts."""
-        for number in reversed(
-            numbers
-        ):  # the last pages of a text are dropped before its first ones
+        """Gives the pages of a text back, other numbers than -1; those with keys stay for later texts."""
+        # The last pages of a text are dropped before its first ones.
+        for number in reversed([number for number in numbers if number >= 0]):
             self._users[number] -= 1
             if self._users[number] == 0:
                 if number in self._keys:
@@ -136,11 +165,11 @@ class Pages:
                 else:
                     self._empty.append(number)
 
-    def withdraw(self, numbers: Sequence[int]) -> None:
-        """Removes the keys of these pages: their content is not what the keys say."""
-        for number in numbers:
-            key = self._keys.pop(number, None)
-            if key is not None:
-                del self._numbers[key]
+    def withdraw(self, keys: Sequence[Key]) -> None:
+        """Removes these keys: the content of their pages is not what they say."""
+        for key in keys:
+            number = self._numbers.pop(key, None)
+            if number is not None:
+                del self._keys[number]
                 if self._kept.pop(number, 0) is None:
                     self._empty.append(number)

@@ -68,6 +68,8 @@ class TextRows(NamedTuple):
             multi-token prediction follows.
         offsets: by how much positions for RoPE exceed numbers of tokens after its pictures, int32; None where RoPE
             does not know of rows and columns.
+        window_table: its pages in layers with a window, int32 ``[B, M]``, -1 for those that it has given back; None
+            where these have no pages of their own.
     """
 
     slots: Any
@@ -81,12 +83,13 @@ class TextRows(NamedTuple):
     allowed: Any = None
     found: Any = None
     offsets: Any = None
+    window_table: Any = None
 
     @staticmethod
     def of(
         texts: Sequence[RunningText | None], width: int, slots: int, *, vocab_size: int,
         finishes: Sequence[bool] | None = None, has_lengths: bool = False, has_masks: bool = False,
-        has_mtp: bool = False, has_axes: bool = False,
+        has_mtp: bool = False, has_axes: bool = False, has_windows: bool = False,
     ) -> TextRows:  # fmt: skip
         """The arrays of these texts.
 
@@ -100,11 +103,14 @@ class TextRows(NamedTuple):
             has_masks: whether texts may have grammars.
             has_mtp: whether a layer of multi-token prediction follows the texts.
             has_axes: whether RoPE turns some pairs by rows and columns.
+            has_windows: whether layers with a window have pages of their own.
         """
         of = lambda get, rest: row_of(texts, get, rest)
         zero = np.int32(0)
         none = np.full(width, -1, np.int32)
-        table = of(lambda text: np.concatenate([text.pages[:width], none[len(text.pages) :]]), none)
+        filled = lambda pages: np.concatenate([pages[:width], none[len(pages) :]])
+        table = of(lambda text: filled(text.pages), none)
+        windows = of(lambda text: filled(text.window_pages), none) if has_windows else None
         done = np.zeros(len(texts), bool) if finishes is None else np.asarray(finishes, bool)
         allowed = None
         if has_masks:
@@ -121,6 +127,7 @@ class TextRows(NamedTuple):
             of(lambda text: text.text_length[0], zero) if has_lengths else None,
             _settings(texts, vocab_size), allowed, of(lambda text: text.found, zero) if has_mtp else None,
             of(_offset, zero) if has_axes else None,
+            windows,
         )  # fmt: skip
 
     def cache(self, memory: EngineMemory) -> PagedCache:
@@ -128,6 +135,7 @@ class TextRows(NamedTuple):
         return PagedCache(
             memory.pool, self.table, self.lengths, self.slots, self.text_lengths, found=self.found,
             offsets=self.offsets,
+            window_table=self.window_table,
         )  # fmt: skip
 
 
@@ -293,10 +301,10 @@ def read_tokens(
     real = positions >= 0
     of_tokens = lambda array: jnp.take(array, text, axis=0, mode="clip")
     table, rows = of_tokens(texts.table), of_tokens(texts.slots)
-    each = (texts.text_lengths, texts.found, texts.offsets)
-    lengths, found, offsets = jax.tree.map(of_tokens, each)
+    each = (texts.text_lengths, texts.found, texts.offsets, texts.window_table)
+    lengths, found, offsets, windows = jax.tree.map(of_tokens, each)
     at = jnp.maximum(positions, 0)
-    cache = PagedCache(memory.pool, table, at, rows, lengths, True, found, offsets)
+    cache = PagedCache(memory.pool, table, at, rows, lengths, True, found, offsets, windows)
     run = lambda: model(ids[:, None], cache, lengths=real.astype(jnp.int32), last=ends)
     (logits, cache), taps = tapped(model, patches, run)
     last = jnp.take(ids, ends, axis=0)

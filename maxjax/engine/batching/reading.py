@@ -45,6 +45,8 @@ def read_prompts(calls: Calls, running: Sequence[RunningText], chunk: int) -> Re
             pieces.append((text, count))
             room -= count
     pieces = [piece for piece in pieces if piece[1]]
+    for text, count in pieces:
+        calls.memory.move_window(text, text.stored + count)
     joined = _joined(calls, pieces)
     near_ties = _read_tokens(calls, joined) if joined else 0
     rest = [(text, count) for text, count in pieces if (text, count) not in joined]

@@ -89,6 +89,7 @@ class RunningText:
         found: number of its first tokens that were in pages when it started, and whose hidden states are not known.
         recorded: the largest number that ``stored`` has had: what captures have seen.
         slot, pages: what it has of the engine's memory.
+        window_pages: its pages in layers with a window that have pages of their own; -1 for those that were given back.
         keys: what its full pages are known by; None until the scheduler has computed them.
         cuts: numbers of tokens after which a piece of reading ends, as the state of recurrent layers is kept there.
         is_cancelled: whether it is to end as it is.
@@ -121,6 +122,7 @@ class RunningText:
         self.stored = self.recorded = self.found = 0
         self.slot: int | None = None
         self.pages: list[int] = []
+        self.window_pages: list[int] = []
         self.keys: list[Key] | None = None
         self.cuts: list[int] = []
         self.text_length: tuple[int, int] = (0, 0)

@@ -27,7 +27,7 @@ from .calls import Calls, compiled_count
 from .dispatch import MAX_STEPS, DispatchTokens
 from .draft import Drafts, Predictions
 from .lookup import Lookups
-from .memory import TextMemory, in_groups
+from .memory import TextMemory, in_groups, window_page_count
 from .messages import tell
 from .programs import (
     Choosing,
@@ -70,6 +70,8 @@ class Scheduler:
         slots: largest number of texts that run at once.
         pages: number of pages of the cache; of each part of it, on a mesh whose devices divide texts among them.
         most_pages: number to which they may grow; None: they do not.
+        window_pages: number of pages of layers with a window, of each part; 0: these keep all tokens, in the pages of
+            the others. None: as many as ``window_page_count`` says.
         longest: largest number of tokens of a text; None: the model's context, or as many as all pages have room for.
         chunk: largest number of prompt tokens that are read between two steps; a power of two.
         cache_dtype: dtype of keys and values; None for the model's.
@@ -96,10 +98,11 @@ class Scheduler:
 
     @isolated()
     def __init__(
-        self, model: Any, slots: int, pages: int, *, most_pages: int | None = None, longest: int | None = None,
-        chunk: int = 512, cache_dtype: Any = None, tops: int | None = MOST_LOGPROBS, draws: bool = True,
-        exact: bool = False, delays_ends: bool = True,
-        logits_processor: LogitsProcessor | None = None, has_grammars: bool = False, has_order: bool = True,
+        self, model: Any, slots: int, pages: int, *, most_pages: int | None = None,
+        window_pages: int | None = None, longest: int | None = None, chunk: int = 512,
+        cache_dtype: Any = None, tops: int | None = MOST_LOGPROBS, draws: bool = True, exact: bool = False,
+        delays_ends: bool = True, logits_processor: LogitsProcessor | None = None,
+        has_grammars: bool = False, has_order: bool = True,
         together: Lockstep | None = None, dispatch_s: float = 0.1, speculation: str | None = None,
         draft: Any = None, adapters: Adapters | None = None,
     ):  # fmt: skip
@@ -112,8 +115,20 @@ class Scheduler:
         self.adapters = Adapters(model) if adapters is None else adapters
         most = pages if most_pages is None else most_pages
         has_mtp = speculation == "mtp"
+        if window_pages is None:
+            window_pages = window_page_count(model, slots, most, chunk, draft)
         self.memory = TextMemory(
-            model, slots, pages, most, cache_dtype, exact, has_order, has_mtp, together
+            model,
+            slots,
+            pages,
+            most,
+            cache_dtype,
+            exact,
+            has_order,
+            has_mtp,
+            window_pages,
+            chunk,
+            together,
         )
         self.longest = longest or model.max_length
         if self.memory.longest is not None:
@@ -330,10 +345,10 @@ class Scheduler:
         others = [one for one in self.running if one.stage is Stage.READING]
         if self.memory.is_recurrent:
             return self.memory.is_state_coming(text, others)
-        missing = next((key for key in text.keys if not self.memory.has(key)), None)
-        return missing is not None and any(
-            missing in (one.keys or ())[one.stored // self.memory.page_size :] for one in others
-        )
+        known, size = self.memory.known(text.keys), self.memory.page_size
+        if known == len(text.keys):
+            return False
+        return any(text.keys[known] in (one.keys or ())[one.stored // size :] for one in others)
 
     def _release(self, text: RunningText) -> None:
         """Takes slot and pages from a text."""

@@ -8,7 +8,7 @@ has in common with an earlier one. Those that were not used for the longest time
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ class Snapshots:
         >>> snapshots = Snapshots(2)
         >>> snapshots.add([b"a", b"b"]), snapshots.add([b"a", b"b", b"c"]), snapshots.add([b"a", b"b"])
         (0, 1, None)
-        >>> snapshots.find([b"a", b"b", b"d"]), snapshots.common([b"a", b"x"]), snapshots.find([b"a"])
+        >>> snapshots.find([b"a", b"b", b"d"], (3, 2, 1)), snapshots.common([b"a", b"x"]), snapshots.find([b"a"], (1,))
         ((2, 0), 1, None)
         >>> snapshots.add([b"x"])  # in place of the one that was not used for the longest time
         1
@@ -49,9 +49,9 @@ class Snapshots:
         # By the key of the last page: the row, and the keys of all pages; least recently used first.
         self._rows: OrderedDict[Key, tuple[int, list[Key]]] = OrderedDict()
 
-    def find(self, keys: Sequence[Key], most: int | None = None) -> tuple[int, int] | None:
-        """The largest number of a text's first pages after which there is a state, and its row."""
-        for pages in range(len(keys) if most is None else min(most, len(keys)), 0, -1):
+    def find(self, keys: Sequence[Key], counts: Iterable[int]) -> tuple[int, int] | None:
+        """The first of these numbers of a text's first pages after which there is a state, and its row."""
+        for pages in counts:
             if keys[pages - 1] in self._rows:
                 self._rows.move_to_end(keys[pages - 1])
                 return pages, self._rows[keys[pages - 1]][0]

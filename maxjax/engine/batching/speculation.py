@@ -74,6 +74,7 @@ def verify(
         is_ragged=width == 1,
         found=each.found,
         offsets=each.offsets,
+        window_table=each.window_table,
     )
     (logits, cache), taps = tapped(model, patches, lambda: model(ids, cache, lengths=counts))
     of_tokens = lambda a: jnp.repeat(a, width, axis=0)

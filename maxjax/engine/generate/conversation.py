@@ -158,9 +158,10 @@ class Conversation(Rendered):
         return stream
 
     def _new_scheduler(self, prompt: Prompt, together: Lockstep) -> Scheduler:
+        # A turn may begin before the end of the last one, so that layers with a window need all tokens.
         return scheduler_for(
             self._request, [prompt], 1, chunk=self._chunk, cache_dtype=self._cache_dtype, together=together,
-            longest=self._request.longest, dispatch_s=STREAM_S, **self._guesses,
+            longest=self._request.longest, dispatch_s=STREAM_S, window_pages=0, **self._guesses,
         )  # fmt: skip
 
     def _take(self, message: list[dict[str, Any]], partial: PartialCompletion) -> None:

@@ -30,7 +30,7 @@ STREAM_S = 0.05
 def scheduler_for(
     request: Request, prompts: Sequence[Prompt], slots: int, *, chunk: int, cache_dtype: Any,
     together: Lockstep, longest: int | None = None, dispatch_s: float = 0.1, speculation: str | None = None,
-    draft: Any = None,
+    draft: Any = None, window_pages: int | None = None,
 ) -> Scheduler:  # fmt: skip
     """A scheduler whose pool grows with the texts of a request, and in which no text ever waits for pages.
 
@@ -39,7 +39,7 @@ def scheduler_for(
         prompts: the prompts.
         slots: number of texts at once.
         chunk, cache_dtype: as for :func:`maxjax.generate`.
-        together, dispatch_s, speculation, draft: as for ``Scheduler``.
+        together, dispatch_s, speculation, draft, window_pages: as for ``Scheduler``.
         longest: largest number of tokens of a text; None: that of these prompts.
     """
     slots, groups = in_groups(request.model, slots)
@@ -65,6 +65,7 @@ def scheduler_for(
         dispatch_s=dispatch_s,
         speculation=speculation,
         draft=draft,
+        window_pages=window_pages,
     )
 
 

@@ -21,16 +21,13 @@ from ...errors import UserInputError
 from ...graph.placement.mesh import make_mesh
 from ...nn.kv_cache.pages import PagePool
 from ..batching.calls import RAGGED, table_widths
-from ..batching.memory import in_groups, page_size_of
+from ..batching.memory import in_groups, page_size_of, window_page_count
 from ..batching.programs import Choosing, EngineMemory, TextRows, decode, read, read_tokens
 from ..bucket import bucket
 from ..shardings import shardings_on_mesh
-from .footprint import Footprint
+from .footprint import CHUNK, Footprint
 from .options import PlanRequest
 from .topology import Topology
-
-CHUNK = 512
-"""The tokens of prompts that one run of ``read`` takes, as ``maxjax.generate`` has it by default."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,11 @@ def placeholder_of(model: Any, mesh: Mesh, rules: Mapping[str, Any] | None = Non
 
 def abstract_pool(model: Any, batch: int, length: int, cache_dtype: Any = None) -> PagePool:
     """The pool of pages of ``maxjax.generate`` for so many texts of up to ``length`` tokens, of placeholders."""
-    slots, _ = in_groups(model, batch)
+    slots, groups = in_groups(model, batch)
     size = page_size_of(model)
-    return model.page_pool(slots * -(-length // size), size, slots, cache_dtype, abstract=True)
+    pages = slots * -(-length // size)
+    windows = groups * window_page_count(model, slots, pages // groups, CHUNK)
+    return model.page_pool(pages, size, slots, cache_dtype, abstract=True, window_pages=windows)
 
 
 def lowered(
@@ -131,6 +130,7 @@ def lowered(
     texts = TextRows.of(
         [None] * rows, width, slots,
         vocab_size=model.config.vocab_size, has_lengths=bool(model.config.ropes_by_length),
+        has_windows=pool.window_pages > 0,
     )  # fmt: skip
     step = float(jnp.finfo(model.dtype.np).eps)
     choosing = Choosing(None, draws=False, step=step, delays_ends=False)

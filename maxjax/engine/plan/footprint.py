@@ -37,7 +37,10 @@ from ...nn.kv_cache.kinds import KeysValues, LatentVectors
 from ...nn.kv_cache.layout import cache_layout
 from ...nn.layer.place import UNKNOWN_SIZES, plan_places
 from ...nn.layer.walk import Walk
+from ..batching.pages import SlidingWindow
 
+CHUNK = 512
+"""The tokens of prompts that one run of ``read`` takes, as ``maxjax.generate`` has it by default."""
 # The number of tokens of a page, of which that on TPUs is a multiple.
 _PAGE_SIZE = 64
 
@@ -416,8 +419,8 @@ def cache_bytes(
 ) -> tuple[int, list[str]]:  # fmt: skip
     """Bytes of the KV cache on one device, and notes on sizes that the axes of a mesh do not divide.
 
-    Pages hold all tokens of a text, also in layers with windows. What they have room for beyond ``length`` is not
-    counted.
+    Layers with a window keep its tokens, those of a piece of a prompt and a page, or all tokens if that is less. What
+    pages have room for beyond ``length`` is not counted.
 
     Args:
         reads: whether to count what a decode step reads of it instead: of windows these tokens alone.
@@ -429,6 +432,8 @@ def cache_bytes(
         >>> heads = [names.Heads(1, 8, 8, 64, 64), names.Heads(2, 8, 8, 64, 64, window=4)]
         >>> [cache_bytes(heads, 2, 10, DType.int8, mesh, reads=reads)[0] for reads in (False, True)]
         [8160, 4896]
+        >>> [cache_bytes(heads, 2, length, DType.int8, mesh)[0] // 272 for length in (640, 1280)]
+        [1920, 2560]
     """
     total, notes = 0, []
     sizes = {} if mesh is None else {axis: mesh.shape[axis] for axis in batch_axes(mesh, 0)}
@@ -446,7 +451,10 @@ def cache_bytes(
             total += _fixed_bytes(one, batch, mesh)
             continue
         count, heads, kv_heads, key, value = (size or 0 for size in one[:5])
-        tokens = min(length, one.window or length) if reads else length
+        tokens = length
+        if one.window is not None:
+            most = SlidingWindow(one.window, _PAGE_SIZE).most(CHUNK) * _PAGE_SIZE
+            tokens = min(length, one.window if reads else most)
         kept = count * batch * kv_heads * tokens
         if mesh is not None and kept:
             layout = cache_layout(mesh, batch, heads or kv_heads, kv_heads)

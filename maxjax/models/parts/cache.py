@@ -130,7 +130,7 @@ def blocks_of(at: jax.Array, starts: jax.Array) -> jax.Array:
     jax.tree_util.register_dataclass,
     data_fields=[
         *("starts", "counts", "text_lengths", "tokens", "numbers", "table"),
-        *("features", "axes", "blocks"),
+        *("features", "axes", "blocks", "window_table"),
     ],
     meta_fields=[
         "length",
@@ -168,6 +168,7 @@ class ForwardContext:
             those of the tokens in their text.
         blocks: positions ``[B, 2, T]`` of the first and the last token of the picture that each token belongs to; for
             other tokens both are its own. None: there are no pictures.
+        window_table: as ``table``, for layers with a window that have pages of their own; None: no layers have.
     """
 
     starts: jax.Array
@@ -187,6 +188,7 @@ class ForwardContext:
     features: Features | None = None
     axes: jax.Array | None = None
     blocks: jax.Array | None = None
+    window_table: jax.Array | None = None
 
     @property
     def positions(self) -> jax.Array:
@@ -308,9 +310,11 @@ class LayerCache:
         slots: Slots = self.states[group]
         layer = self.context.number(group, self.layer)
         k, v = (None, None) if self.new is None else self.new
-        run = _Attention(
-            self.context, dict(self.context.kv_heads)[group], q.shape[-2], mask, scores
-        )
+        context = self.context
+        if context.window_table is not None:
+            table = context.table if slots.window is None else context.window_table
+            context = dataclasses.replace(context, table=table, window_table=None)
+        run = _Attention(context, dict(context.kv_heads)[group], q.shape[-2], mask, scores)
         y, slots = run.with_cache(q, k, v, slots, layer)
         return y, dataclasses.replace(self, states={**self.states, group: slots}, new=None)
 
@@ -521,7 +525,7 @@ class _Attention(NamedTuple):
         if is_step and has_kernel and part is not None and self._is_divided_evenly(part):
             y = self._decode_divided(q, pool, layer, part)
         else:
-            cache, numbers = self._pages(pool, layer, part)
+            cache, numbers = self._pages(pool, layer, part, self._seen_pages(pool))
             y = self.attend(q, cache, 0, context.rows_of_positions, numbers, part)
         return (y[:, 0] if is_step else y), pool
 
@@ -571,15 +575,33 @@ class _Attention(NamedTuple):
         over = layout.over if layout.group == 1 else ()
         return explicit.Division.of(layout.mesh, [(), (), over, (), ()])
 
+    def _seen_pages(self, pool: Slots) -> int | None:
+        """The number of pages that hold what the tokens of a call see; None: those of the whole text."""
+        window = self.mask.window
+        # Weights are captured of all positions.
+        if window is None or is_tapped("weights"):
+            return None
+        return (window + self.context.length - 2) // pool.capacity + 2
+
     def _pages(
-        self, pool: Slots, layer: Any, part: CachePart | None
+        self, pool: Slots, layer: Any, part: CachePart | None, count: int | None = None
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The pages of a layer as a cache ``[1, B, K, S, D]``, and the positions ``[1, S]`` in it."""
-        table = self.context.table
+        """The pages of a layer as a cache ``[1, B, K, S, D]``, and the positions ``[B or 1, S]`` in it.
+
+        Args:
+            count: number of last pages of each text; None: all.
+        """
+        table, ends = self.context.table, self.context.ends
         assert table is not None
-        numbers = _numbers(part, table.shape[1] * pool.size)[None]
-        found = own_pages(pool.arrays, layer, table, numbers, self.context.ends)
-        return found, numbers
+        width = table.shape[1]
+        if count is None or count >= width:
+            numbers = _numbers(part, width * pool.size)[None]
+        else:
+            first = jnp.clip(-(-ends // pool.capacity) - count, 0, width - count)  # [B, 1]
+            places = first + jnp.arange(count, dtype=jnp.int32)[None]
+            table = jnp.take_along_axis(table, places, axis=1)
+            numbers = _numbers(part, count * pool.size)[None] + first * pool.capacity
+        return own_pages(pool.arrays, layer, table, numbers, ends), numbers
 
     def _by_row(self, layout: CacheLayout, batch: int) -> tuple[ForwardContext, Any]:
         """The context without what differs between layers, and the PartitionSpecs of its arrays."""

@@ -245,7 +245,7 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
 
     def page_pool(
         self, pages: int, page_size: int, rows: int, dtype: Any = None, *, abstract: bool = False,
-        mtp: bool = False,
+        mtp: bool = False, window_pages: int = 0,
     ) -> PagePool:  # fmt: skip
         """Makes an empty pool of pages on the model's devices, for ``PagedCache``.
 
@@ -259,6 +259,8 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
             rows: R, the number of sequences that have pages and recurrent states at once.
             dtype, abstract: as for :meth:`cache`.
             mtp: whether it has what the model's layer of multi-token prediction needs.
+            window_pages: number of pages of layers with a sliding window, which ``row_parts`` must divide too; 0: these
+                layers have the pages of the others.
 
         Raises:
             UserInputError: a number is not positive, or the dtype is neither a float nor int8.
@@ -278,6 +280,7 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
             "page_size": page_size,
             "rows": rows,
             "parts": self.row_parts(rows),
+            "window_pages": window_pages,
         }
 
         def make(zeros: Any) -> PagePool:
@@ -498,9 +501,14 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
             tuple(heads.items()), recurrent,
         )  # fmt: skip
         if pages:
+            if cache.pool.window_pages and cache.window_table is None:
+                raise ValueError(
+                    "layers with a window have pages of their own: window_table is missing"
+                )
             context = dataclasses.replace(
-                context, table=cache.table, is_ragged=cache.is_ragged, parts=cache.pool.parts
-            )
+                context, table=cache.table, window_table=cache.window_table,
+                is_ragged=cache.is_ragged, parts=cache.pool.parts,
+            )  # fmt: skip
         return LayerCache(context, cache.states)
 
     def _features(self, features: Any, at: Any, deepstack: Any, ids: jax.Array) -> Features | None:

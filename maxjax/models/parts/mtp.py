@@ -140,6 +140,7 @@ class PredictsMore:
             cache.rows,
             cache.text_lengths,
             is_ragged=cache.is_ragged,
+            window_table=cache.window_table,
         )
         view: LayerCache = self._view(inner, counts, width, self._mtp_groups)  # type: ignore[attr-defined]
         embedded = self.model.embed_tokens(ids[:, 0] if h.ndim == 2 else ids).astype(self.dtype.np)

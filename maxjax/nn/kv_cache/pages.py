@@ -2,7 +2,8 @@
 
 A page holds P consecutive tokens of one sequence, for all layers. The table of a sequence says which page of the pool
 holds its tokens ``m P`` to ``m P + P - 1``. So a sequence takes memory as it grows, sequences with an equal prefix
-share its pages, and a call may be for any of the sequences (W. Kwon et al., arXiv:2309.06180).
+share its pages, and a call may be for any of the sequences (W. Kwon et al., arXiv:2309.06180). Layers with a sliding
+window may have pages and tables of their own, in which only the tokens that can still be seen have a page.
 
 Shapes: L layers, N pages, K KV heads, P tokens of a page, head dimension D; B sequences of a call, tables of M pages;
 R rows of recurrent states.
@@ -34,6 +35,7 @@ class PagePool(Rendered):
     Attributes:
         states: by the name of the group of layers, keys and values ``[L, N, K, P, D]`` or recurrent states
             ``[L, R, ...]``.
+            Those of layers with pages of their own have a ``window``.
         parts: number G of equal parts into which a mesh splits pages and rows. In a call, sequences of a part of the
             batch have rows of the same part, and tables with numbers of pages in it.
         mtp: what a layer of multi-token prediction has of the same sequences; None without one.
@@ -60,6 +62,7 @@ class PagePool(Rendered):
         dtype: Any,
         zeros: Any = jnp.zeros,
         parts: int = 1,
+        window_pages: int = 0,
     ) -> PagePool:
         """An empty pool for the given groups of layers.
 
@@ -69,30 +72,39 @@ class PagePool(Rendered):
             dtype: dtype of keys and values: a float, or int8.
             zeros: ``jnp.zeros``, or a function with its arguments that makes placeholders.
             parts: number G of parts into which a mesh splits pages and rows.
+            window_pages: number of pages of layers with a window; 0: they have the pages of the others.
         """
         states: dict[str, Any] = {}
         for name, (layers, kind, place) in groups.items():
-            count, size = (rows, 1) if isinstance(kind, States) else (pages, page_size)
-            if isinstance(
-                kind, KeysValues
-            ):  # a window is a matter of the mask: pages hold all tokens
-                kind = dataclasses.replace(kind, window=None)
-            states[name] = kind.make(layers, count, size, dtype, place, zeros)
+            if isinstance(kind, States):
+                states[name] = kind.make(layers, rows, 1, dtype, place, zeros)
+                continue
+            # A window is a matter of the mask: a page holds all of its tokens.
+            window = kind.window if window_pages else None
+            kind = dataclasses.replace(kind, window=None)
+            count = pages if window is None else window_pages
+            made = kind.make(layers, count, page_size, dtype, place, zeros)
+            states[name] = dataclasses.replace(made, window=window)
         return cls(states, parts)
 
     @property
-    def _tokens(self) -> Slots | Latent | None:
-        return next((s for s in self.states.values() if not isinstance(s, Recurrent)), None)
+    def _tokens(self) -> list[Slots | Latent]:
+        return [s for s in self.states.values() if not isinstance(s, Recurrent)]
 
     @property
     def pages(self) -> int:
-        """The number N of pages; 0 if no layer has keys and values."""
-        return 0 if self._tokens is None else self._tokens.keys.shape[1]
+        """The number N of pages of layers that keep all tokens; 0 if there are none."""
+        return next((s.keys.shape[1] for s in self._tokens if s.window is None), 0)
+
+    @property
+    def window_pages(self) -> int:
+        """The number of pages of layers with a window; 0 if they have none of their own."""
+        return next((s.keys.shape[1] for s in self._tokens if s.window is not None), 0)
 
     @property
     def page_size(self) -> int:
         """The number P of tokens of a page; 0 if no layer has keys and values."""
-        return 0 if self._tokens is None else self._tokens.capacity
+        return next((s.capacity for s in self._tokens), 0)
 
     def _mx_row(self) -> Row:
         arrays = {
@@ -103,7 +115,11 @@ class PagePool(Rendered):
         return total("PagePool", arrays)
 
     def _mx_title(self, row: Row) -> str:
-        return f"PagePool({self.pages} pages of {self.page_size} tokens, {bytes_text(row.nbytes)})"
+        of_windows = f" and {self.window_pages} for windows" if self.window_pages else ""
+        return (
+            f"PagePool({self.pages} pages of {self.page_size} tokens{of_windows}, "
+            f"{bytes_text(row.nbytes)})"
+        )
 
     def __repr__(self) -> str:
         return summary(self)
@@ -146,6 +162,8 @@ class PagedCache:
             is then stored before any attends.
         found: number of first tokens of each sequence that are in pages of other ones, int32 ``[B]``; None: none are.
         offsets: as in ``KVCache``; None: all are 0.
+        window_table: as ``table``, the pages of layers with a window, of those tokens that later ones see; None: the
+            pool has no pages for them alone.
     """
 
     pool: PagePool
@@ -156,6 +174,7 @@ class PagedCache:
     is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
     found: jax.Array | None = None
     offsets: jax.Array | None = None
+    window_table: jax.Array | None = None
 
     @property
     def batch(self) -> int:
@@ -165,7 +184,7 @@ class PagedCache:
     @property
     def capacity(self) -> int:
         """Maximum number M · P of tokens of a sequence in this call; any number if no layer has keys and values."""
-        return self.table.shape[1] * self.pool.page_size if self.pool.pages else 2**31 - 1
+        return self.table.shape[1] * self.pool.page_size if self.pool.page_size else 2**31 - 1
 
     @property
     def states(self) -> dict[str, Any]:

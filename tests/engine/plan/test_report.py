@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 import maxjax
 from maxjax import nn
+from maxjax.engine.plan.compiled import abstract_pool
 from maxjax.engine.plan.report import Plan, _memory_of, plan
 from maxjax.errors import CheckpointMissingError, UserInputError
 from maxjax.graph import DeviceRef, ShardingStrategy
@@ -294,7 +295,7 @@ def test_names_are_rules_for_a_module_too():
         assert named.raw_state_dict()[name].sharding == weight.sharding, name
 
 
-def test_pages_hold_the_tokens_before_a_window_too():
+def test_layers_with_a_window_have_pages_of_their_own_in_long_texts():
     config = Qwen2Config(
         64,
         16,
@@ -309,6 +310,11 @@ def test_pages_hold_the_tokens_before_a_window_too():
         found = plan(model, batch=2, length=32, cache_dtype=dtype).cache_bytes_per_device
         held = jax.tree.leaves(model.page_pool(2, 32, 2, dtype, abstract=True))
         assert found == sum(leaf.size * leaf.dtype.itemsize for leaf in held)
+        found = plan(model, batch=2, length=2048, cache_dtype=dtype).cache_bytes_per_device
+        held = jax.tree.leaves(abstract_pool(model, 2, 2048, dtype))
+        assert found == sum(leaf.size * leaf.dtype.itemsize for leaf in held)
+        # The window, a piece of a prompt and a page; all layers would have 64 pages.
+        assert {leaf.shape[1] for leaf in held} == {64, 2 * 10}
 
 
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 2}, {"data": 2, "fsdp": 2}])
