@@ -19,7 +19,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..dtype import DType
 from ..elsewhere import unknown_argument
-from ..errors import CheckpointMismatchError, UnsupportedModelError, UserInputError, releasing
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    UnsupportedModelError,
+    UserInputError,
+    releasing,
+    some,
+)
 from ..graph import compile_cache
 from ..graph.placement.arrays import platform_of
 from ..graph.weights import FileWeights, GGUFWeights, load_weights
@@ -27,6 +35,8 @@ from ..images import ImageProcessor
 from ..kernels.packed_product import ACTIVATIONS
 from ..lockstep import Lockstep
 from ..models import LanguageModel, PretrainedModel, VisionPart, build, config_beside
+from ..models.gguf import config_of
+from ..models.gguf.mmproj import processor_settings
 from ..models.gguf.sampling import sampling_config
 from ..models.gguf.tokenizer.read import end_ids
 from ..models.parts.vision import VisionModel
@@ -61,6 +71,7 @@ def load(
     verify: Verify = "auto",
     revision: str | None = None,
     filename: str | None = None,
+    mmproj: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -84,6 +95,7 @@ def load(
     verify: Verify = "auto",
     revision: str | None = None,
     filename: str | None = None,
+    mmproj: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -106,6 +118,7 @@ def load(
     verify: Verify = "auto",
     revision: str | None = None,
     filename: str | None = None,
+    mmproj: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -144,6 +157,8 @@ def load(
             almost nothing; True always; False never.
         revision: a branch, tag or commit on the hub.
         filename: the weights file to use, if a repository or directory has several.
+        mmproj: the file with the vision part of a GGUF file's model, a path or a name on the hub. By default it is the
+            ``mmproj*.gguf`` in the directory of the file that fits it.
         token: the token for the hub; True for the one that ``hf auth login`` saved, False for none.
             The default is ``HF_TOKEN``, or the saved token.
         cache_dir: the directory for downloaded files; by default that of huggingface_hub
@@ -206,12 +221,14 @@ def load(
         name = str(path)
         access = Access(token, cache_dir, local_files_only)
         path = find_model(path, revision, filename=filename, access=access)
+        part = None if mmproj is None else find_model(mmproj, access=access)
         compared = not together.is_shared
 
         def once() -> Any:
             nonlocal compared
             weights, model, text = _prepared(
                 path,
+                part,
                 config,
                 verify,
                 cast_to,
@@ -248,6 +265,7 @@ def load(
 
 def _prepared(
     path: Path,
+    mmproj: Path | None,
     config: Any,
     verify: Verify,
     cast_to: Any,
@@ -274,6 +292,13 @@ def _prepared(
         config_beside(path)  # says more than that there are no weights, as of a LoRA adapter
     weights = load_weights(path, verify=verify)
     with closed_on_error([weights]):
+        if isinstance(weights, GGUFWeights) and vision:
+            weights._family.mmproj = _mmproj_of(weights, mmproj, verify)
+        elif mmproj is not None:
+            raise UserInputError(
+                "mmproj= is the vision part of a GGUF file: "
+                + ("vision=False leaves it out" if not vision else f"{path} is none")
+            )
         if cast_to is None:
             _refuse_float64(weights)
         with weights._beside.files() as folder:
@@ -305,7 +330,7 @@ def _prepared(
             if isinstance(model, VisionModel) and tokenizer:
                 text = _with_images(text, model, folder)
             elif text is not None and getattr(model, "vision", None) is not None:
-                text.images = _image_processor(folder)
+                text.images = _image_processor(folder, weights)
             if pooling is not None:
                 model.pooling = pooling
             if isinstance(model, LanguageModel):
@@ -336,10 +361,44 @@ def _with_images(
     return text
 
 
-def _image_processor(folder: Files) -> ImageProcessor | None:
-    """The image processor of a model's folder; None if there is none, or if it is not supported, which is warned of."""
+def _mmproj_of(weights: GGUFWeights, path: Path | None, verify: Verify) -> GGUFWeights | None:
+    """Opens the file of the vision part of a model: the given one, or the only one beside it that fits."""
+    if path is not None:
+        return _opened_mmproj(weights, path, verify)
+    place, found = Path(weights._path), {}
+    folder = place if place.is_dir() else place.parent
+    with closed_on_error(found.values()):
+        for file in sorted(folder.glob("*mmproj*.gguf")):
+            try:
+                found[file.name] = _opened_mmproj(weights, file, verify)
+            except (CheckpointError, UnsupportedModelError) as error:
+                _LOG.warning("the model takes text alone: %s", error)
+        if len(found) > 1:
+            raise UserInputError(
+                f"{folder} has several files with the vision part of {place.name}: {some(list(found))}. Pass one as "
+                "mmproj=, or load the text model alone with vision=False."
+            )
+    return next(iter(found.values()), None)
+
+
+def _opened_mmproj(weights: GGUFWeights, path: Path, verify: Verify) -> GGUFWeights:
+    """Opens an ``mmproj`` file, which must fit the file of the text half."""
+    part = load_weights(path, verify=verify)
+    with closed_on_error([part]):
+        if not isinstance(part, GGUFWeights):
+            raise CheckpointFormatError("not a GGUF file", path=path)
+        config_of(weights, part)
+    return part
+
+
+def _image_processor(folder: Files, weights: FileWeights) -> ImageProcessor | None:
+    """The image processor of a model's folder or ``mmproj`` file; None if it is not supported, which is warned of."""
     try:
-        return ImageProcessor.in_folder(folder)
+        found = ImageProcessor.in_folder(folder)
+        part = weights._mmproj if isinstance(weights, GGUFWeights) else None
+        if found is None and isinstance(weights, GGUFWeights) and part is not None:
+            return ImageProcessor.of(*processor_settings(weights, part, config_of(weights, part)))
+        return found
     except (UserInputError, UnsupportedModelError) as error:
         _LOG.warning("the model takes text alone: %s", error)
         return None

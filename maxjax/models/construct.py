@@ -136,7 +136,8 @@ def build(
         found |= _make_mtp(model, named, None if given else weights._path)
     if seen:
         assert isinstance(model, LanguageModel) and kind is not None
-        model.vision = _vision(kind, whole, model, main_dtype(seen) or main, path)
+        of_part = main_dtype(seen) if dtype is None else None
+        model.vision = _vision(kind, whole, model, of_part or main, path)
         model._whole_text = json.dumps(whole)
         found |= seen
     bias = family.tied[0].removesuffix("weight") + "bias"
@@ -239,7 +240,7 @@ def _config(
     if isinstance(weights, GGUFWeights):
         from .gguf import config_of
 
-        return config_of(weights), Path(weights._path)
+        return config_of(weights, weights._mmproj), Path(weights._path)
     if not isinstance(weights, FileWeights):
         raise UserInputError("arrays alone do not say which model they are of: pass its config")
     with weights._beside.files() as folder:

@@ -74,6 +74,8 @@ class CheckpointSource:
         self.seen: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
         # Cached comparisons: names of two tensors → whether their values are the same.
         self.same: dict[tuple[str, str], bool] = {}
+        # The file of the vision part of a model whose text half this is.
+        self.mmproj: FileWeights | None = None
 
     def open_table(self) -> TensorTable:
         if self.table is None:
@@ -345,6 +347,8 @@ class FileWeights(Rendered):
         if self._family.table is not None:
             self._family.table.close()
             self._family.table = None
+        if self._family.mmproj is not None:
+            self._family.mmproj.close()
 
     def __enter__(self) -> FileWeights:
         return self

@@ -54,6 +54,13 @@ class GGUFWeights(FileWeights):
         return self._family.open_table().metadata
 
     @property
+    def _mmproj(self) -> GGUFWeights | None:
+        """The file of the vision part of the model; None: only the text half is used, or there is no other."""
+        found = self._family.mmproj
+        assert found is None or isinstance(found, GGUFWeights)
+        return found
+
+    @property
     def _alignment(self) -> int:  # type: ignore[override]
         return int(self.metadata.get("general.alignment", 32))
 

@@ -356,6 +356,24 @@ def hf_names(
         raise unknown_architecture(architecture, ARCHITECTURES, path)
     names = TensorNames(table, FileSizes(settings(metadata, architecture, path)))
     ignored = frozenset() if architecture in _NO_ROPE else IGNORED
+    return sources_of(names, tensors, f"a {architecture} model", path, ignored)
+
+
+def sources_of(
+    names: TensorNames,
+    tensors: Collection[str] | Mapping[str, Sequence[int]],
+    what: str,
+    path: str | os.PathLike[str] | None,
+    ignored: Collection[str] = (),
+) -> dict[str, Source]:
+    """As :func:`hf_names`, by a table for a model of these sizes.
+
+    Args:
+        names: the table.
+        tensors, path: as for :func:`hf_names`.
+        what: what does not have other tensors, for messages.
+        ignored: names of tensors that are left out.
+    """
     found: dict[str, Source] = {}
     unknown = []
     for tensor in tensors:
@@ -374,7 +392,7 @@ def hf_names(
             found[name] = Source(tensor, layout)
     if unknown:
         raise CheckpointMismatchError(
-            f"tensors that a {architecture} model does not have: {some(unknown)}", path=path
+            f"tensors that {what} does not have: {some(unknown)}", path=path
         )
     return found
 

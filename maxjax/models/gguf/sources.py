@@ -96,6 +96,25 @@ class Relaid(ArraySource):
         return total
 
 
+def relaid(in_file: Mapping[str, WeightData], names: Mapping[str, Source]) -> dict[str, WeightData]:
+    """The tensors of a file by other names and in other layouts; nothing is read.
+
+    Args:
+        in_file: the tensors by their names in the file.
+        names: the new names, and where their values come from.
+    """
+    source, found = Relaid(in_file, names), {}
+    for name, where in names.items():
+        data = in_file[where.tensor]
+        if type(where.layout) is Same:
+            found[name] = data
+            continue
+        dtype, shape = source.dtype_and_shape(name)
+        encoding = data.quantization_encoding if dtype == np.uint8 else None
+        found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, encoding)
+    return found
+
+
 class Stacked(ArraySource):
     """The Source of stacks of experts: tensors of the same dtype and shape, stacked along axis 0."""
 

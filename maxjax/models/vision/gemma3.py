@@ -27,6 +27,10 @@ from ...graph.weight.weight import Weight
 from ...kernels import matmul
 from ...nn.layer import Module
 from ...nn.norm import RMSNorm
+from ..gguf.layouts import Plus
+from ..gguf.metadata import Settings
+from ..gguf.mmproj import MmprojTable, tower_config, tower_names
+from ..gguf.names import Rule
 from ..parts import replicate_over_mesh
 from .part import VisionPart, tower_of
 
@@ -59,9 +63,44 @@ class Gemma3Projector(Module):
         return replicate_over_mesh("mm_input_projection_weight", "mm_soft_emb_norm")
 
 
+def _read(given: Settings, shapes: Any) -> dict[str, Any]:
+    """The settings in an ``mmproj`` file; pictures are squares of patches, of which each token has a square."""
+    tower = tower_config(given)
+    side = tower["image_size"] // tower["patch_size"] // given.count("projector.scale_factor", 4)
+    return {
+        "vision_config": {**tower, "vision_use_head": False}, "mm_tokens_per_image": side**2,
+    }  # fmt: skip
+
+
+def _processor(given: Settings, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of the image processor."""
+    side = config["vision_config"]["image_size"]
+    size = {"height": side, "width": side}
+    return {"image_processor_type": "Gemma3ImageProcessor", "size": size}, {
+        "processor_class": "Gemma3Processor", "image_seq_length": config["mm_tokens_per_image"],
+    }  # fmt: skip
+
+
+_GGUF = MmprojTable(
+    {
+        **tower_names("vision_tower.vision_model."),
+        "mm.input_projection": Rule(
+            "multi_modal_projector.mm_input_projection_weight", only="weight"
+        ),
+        # Gemma's norm: files have 1 plus the weight.
+        "mm.soft_emb_norm": Rule("multi_modal_projector.mm_soft_emb_norm", Plus(-1.0)),
+    },
+    _read,
+    # Some files of text models end before the token for pictures; the other one is in no text either.
+    ("<image_soft_token>", "[multimodal]"),
+    _processor,
+)
+
+
 class Gemma3Vision(VisionPart):
     """The vision part of a Gemma 3."""
 
+    gguf: ClassVar[MmprojTable | None] = _GGUF
     sees_whole: ClassVar[bool] = True
 
     def __init__(self, raw: Mapping[str, Any], config: Any, dtype: DType):

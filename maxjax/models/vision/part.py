@@ -18,6 +18,7 @@ from ...graph.device import DeviceRef
 from ...graph.placement.split import REPLICATED
 from ...graph.weight.weight import Weight
 from ...nn.layer import Module
+from ..gguf.mmproj import MmprojTable
 from ..names import Names
 from ..parts.rotary import Angles
 from ..parts.vision import patch_product
@@ -54,8 +55,10 @@ class VisionPart(Module):
         text_names: how the names of the language model begin in files, in place of "model.".
         sees_whole: whether a token of a picture attends to all tokens of the picture, later ones too.
         image_token: id of the token that features stand in place of.
+        gguf: how ``mmproj`` files name its tensors and settings; None: they are not supported.
     """
 
+    gguf: ClassVar[MmprojTable | None] = None
     names: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")
     text_names: ClassVar[str] = "model.language_model."
     sees_whole: ClassVar[bool] = False

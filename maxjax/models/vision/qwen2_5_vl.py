@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -33,6 +34,15 @@ from ...nn.attention.both_ways import both_ways
 from ...nn.layer import LayerList, Module
 from ...nn.linear import Linear, linears
 from ...nn.norm import RMSNorm
+from ..gguf.metadata import Settings
+from ..gguf.mmproj import (
+    QWEN_NAMES,
+    MmprojTable,
+    qwen_config,
+    qwen_processor,
+    with_frames,
+    with_one_map,
+)
 from ..parts import (
     Angles,
     config_field,
@@ -188,9 +198,38 @@ class Qwen25VisionTower(Module):
         return self.merger(run_until(self.blocks, x, config.depth, angles, real))
 
 
+def _read(given: Settings, shapes: Any) -> dict[str, Any]:
+    """The settings in an ``mmproj`` file: of n layers, the last one attends to the whole frame."""
+    tower, period = qwen_config(given), given.count("n_wa_pattern")
+    full = list(range(period - 1, tower["depth"], period))
+    window = given.count("window_size", 112)
+    return {"vision_config": {**tower, "window_size": window, "fullatt_block_indexes": full}}
+
+
+_GGUF = MmprojTable(
+    {
+        **QWEN_NAMES,
+        "v.blk.*.attn_q": "visual.blocks.*.attn.q",
+        "v.blk.*.attn_k": "visual.blocks.*.attn.k",
+        "v.blk.*.attn_v": "visual.blocks.*.attn.v",
+        "v.blk.*.ffn_gate": "visual.blocks.*.mlp.gate_proj",
+        "v.blk.*.ffn_up": "visual.blocks.*.mlp.up_proj",
+        "v.blk.*.ffn_down": "visual.blocks.*.mlp.down_proj",
+        "v.post_ln": "visual.merger.ln_q",
+        "mm.*": "visual.merger.mlp.*",
+    },
+    _read,
+    ("<|image_pad|>",),
+    # The bounds of pixels are those of the published models.
+    partial(qwen_processor, "Qwen2_5_VLProcessor", (3136, 12_845_056)),
+    join=lambda given, found: with_frames(with_one_map(found)),
+)
+
+
 class Qwen25Vision(VisionPart):
     """The vision part of a Qwen2.5-VL."""
 
+    gguf: ClassVar[MmprojTable | None] = _GGUF
     names: ClassVar[tuple[str, ...]] = ("visual",)
 
     def __init__(self, raw: Mapping[str, Any], config: Any, dtype: DType):

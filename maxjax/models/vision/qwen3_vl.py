@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -33,6 +34,9 @@ from ...nn.embedding import Embedding
 from ...nn.layer import LayerList, Module
 from ...nn.linear import Linear
 from ...nn.norm import LayerNorm
+from ..gguf.config.read import rows_of
+from ..gguf.metadata import Settings
+from ..gguf.mmproj import QWEN_NAMES, MmprojTable, qwen_config, qwen_processor, with_frames
 from ..parts import (
     Angles,
     config_field,
@@ -201,9 +205,62 @@ class Qwen3VisionTower(Module):
         return replicate_over_mesh("pos_embed")
 
 
+def _deepstack(given: Settings) -> list[int]:
+    """The layers after which an ``mmproj`` file has features for the first layers of the language model."""
+    flags = given.items("is_deepstack_layers", bool, [])
+    return [number for number, is_one in enumerate(flags) if is_one]
+
+
+def _read(given: Settings, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in an ``mmproj`` file."""
+    more = {
+        "num_position_embeddings": rows_of("v.position_embd.weight", shapes, given.path),
+        "deepstack_visual_indexes": _deepstack(given),
+    }
+    return {"vision_config": {**qwen_config(given), **more}}
+
+
+def _join(given: Settings, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of an ``mmproj`` file, whose mergers for deepstack have the numbers of their layers."""
+    names = {
+        "visual.merger.mlp.0.": "visual.merger.linear_fc1.",
+        "visual.merger.mlp.2.": "visual.merger.linear_fc2.",
+    }
+    for place, layer in enumerate(_deepstack(given)):
+        names[f"{_DEEPSTACK}layer.{layer}."] = f"{_DEEPSTACK}{place}."
+    renamed = {}
+    for name, data in found.items():
+        old = next((one for one in names if name.startswith(one)), "")
+        renamed[names.get(old, "") + name.removeprefix(old)] = data
+    return with_frames(renamed)
+
+
+_DEEPSTACK = "visual.deepstack_merger_list."
+_GGUF = MmprojTable(
+    {
+        **QWEN_NAMES,
+        "v.position_embd": "visual.pos_embed",
+        "v.blk.*.ffn_up": "visual.blocks.*.mlp.linear_fc1",
+        "v.blk.*.ffn_down": "visual.blocks.*.mlp.linear_fc2",
+        "v.post_ln": "visual.merger.norm",
+        "mm.*": "visual.merger.mlp.*",
+        "v.deepstack.*.norm": f"{_DEEPSTACK}layer.*.norm",
+        "v.deepstack.*.fc1": f"{_DEEPSTACK}layer.*.linear_fc1",
+        "v.deepstack.*.fc2": f"{_DEEPSTACK}layer.*.linear_fc2",
+    },
+    _read,
+    ("<|image_pad|>",),
+    # The bounds of pixels are those of the published models.
+    partial(qwen_processor, "Qwen3VLProcessor", (65_536, 16_777_216)),
+    {"mrope_interleaved": True},
+    _join,
+)
+
+
 class Qwen3Vision(VisionPart):
     """The vision part of a Qwen3-VL or a Qwen 3.5."""
 
+    gguf: ClassVar[MmprojTable | None] = _GGUF
     names: ClassVar[tuple[str, ...]] = ("visual",)
 
     def __init__(self, raw: Mapping[str, Any], config: Any, dtype: DType):

@@ -39,6 +39,8 @@ _GELU = "gelu_pytorch_tanh"
 # were made, so they get bfloat16, which has the range of all dtypes.
 _FILE_TYPES = {0: "float32", 1: "float16"}
 POOLING = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+# The architecture of mmproj files, which have the vision part of a model.
+VISION = "clip"
 # Key of the layers with a sliding window: n, where every n-th layer has none, or a list of flags.
 WINDOWS = "attention.sliding_window_pattern"
 # Key of the names of a head's labels.
@@ -115,7 +117,13 @@ def hf_config(
         >>> config["architectures"], config["vocab_size"], config["tie_word_embeddings"]
         (['Qwen2ForCausalLM'], 100, True)
     """
-    kind = Settings(metadata, "general.", path).text("type", "model")
+    general = Settings(metadata, "general.", path)
+    kind = general.text("type", "model")
+    if general.text("architecture", None) == VISION:
+        raise unsupported(
+            "an mmproj file, the vision part of a model, without the file of its text half (mmproj= of maxjax.load)",
+            path,
+        )
     if kind != "model":
         what = f"a GGUF file of the type {shown(kind)} (general.type), which holds no model,"
         raise unsupported(what, path)

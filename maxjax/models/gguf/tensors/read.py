@@ -15,11 +15,11 @@ from ....dtype import DType
 from ....errors import CheckpointFormatError, shown
 from ....graph.weights import GGUFWeights, WeightData
 from ..config.read import answers_yes_or_no, hf_config
-from ..layouts import Same
 from ..metadata import MAX_LAYERS, Settings, settings
+from ..mmproj import vision_tensors, whole_config
 from ..names import ARCHITECTURES, CLASSIFIER, DIVISORS, Table, hf_names
 from ..pieces import computed, rows
-from ..sources import Exact, Relaid
+from ..sources import Exact, relaid
 from ..table import GGUF_TABLES, GGUFTable
 
 DTYPES_KEY = "maxjax.dtypes"
@@ -34,8 +34,12 @@ _LAYER = re.compile(r"\Ablk\.[0-9]+\.")
 NARROW = {"BF16": DType.bfloat16, "F16": DType.float16}
 
 
-def config_of(weights: GGUFWeights) -> dict[str, Any]:
+def config_of(weights: GGUFWeights, part: GGUFWeights | None = None) -> dict[str, Any]:
     """The content of a ``config.json`` for the model of a GGUF file.
+
+    Args:
+        weights: the file.
+        part: its ``mmproj`` file, with which it is a vision-language model.
 
     Raises:
         UnsupportedModelError, CheckpointFormatError: as for ``hf_config``.
@@ -44,14 +48,15 @@ def config_of(weights: GGUFWeights) -> dict[str, Any]:
         name: tuple(map(int, data.logical_shape)) for name, data in _tensors_in(weights).items()
     }
     divisors = {name: np.asarray(weights[name].data().data) for name in DIVISORS if name in shapes}
-    return hf_config(weights.metadata, shapes, divisors=divisors, path=weights._path)
+    found = hf_config(weights.metadata, shapes, divisors=divisors, path=weights._path)
+    return found if part is None else whole_config(found, weights, part)
 
 
 def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
     """The tensors of a GGUF file, by the names and in the layouts of Hugging Face's checkpoints.
 
     Values stay quantised if the layout only reorders rows. Norms and other small tensors that
-    maxjax widened when it wrote the file get their original dtype.
+    maxjax widened when it wrote the file get their original dtype. Those of its ``mmproj`` file are among them.
 
     Raises:
         UnsupportedModelError, CheckpointMismatchError, CheckpointFormatError: as for ``hf_names``.
@@ -60,16 +65,7 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
     architecture = weights.metadata.get("general.architecture", "")
     shapes = {name: tuple(map(int, data.logical_shape)) for name, data in in_file.items()}
     names = hf_names(str(architecture), shapes, weights.metadata, path=weights._path)
-    source = Relaid(in_file, names)
-    found = {}
-    for name, where in names.items():
-        data = in_file[where.tensor]
-        if type(where.layout) is Same:
-            found[name] = data
-            continue
-        dtype, shape = source.dtype_and_shape(name)
-        encoding = data.quantization_encoding if dtype == np.uint8 else None
-        found[name] = WeightData.lazy(source, name, DType.of(dtype), shape, encoding)
+    found = relaid(in_file, names)
     table = GGUF_TABLES.get(str(architecture))
     if table is not None:
         found |= _numbers(weights, table)
@@ -85,7 +81,8 @@ def hf_tensors(weights: GGUFWeights) -> dict[str, WeightData]:
             found[name] = found[name].astype(dtype)
     if table is not None and table.join is not None:
         found = dict(table.join(settings(weights.metadata, path=weights._path), found))
-    return found
+    part = weights._mmproj
+    return found if part is None else found | vision_tensors(part)
 
 
 def _numbers(weights: GGUFWeights, table: GGUFTable) -> dict[str, WeightData]:
