@@ -13,6 +13,7 @@ from typing import Any
 
 import maxjax
 from maxjax.models import EncoderConfig, all_families
+from maxjax.models.multimodal import WRAPPERS
 from maxjax.models.parts import LabelledConfig
 from maxjax.nn.kv_cache.kinds import LatentVectors, Shared, States
 from tests.models import decoders
@@ -92,6 +93,16 @@ def encoders() -> str:
     return "\n\n".join(f"{name}: {', '.join(listed)}." for name, listed in found.items()) + "\n"
 
 
+def with_pictures() -> str:
+    """The sentence that names the models of texts and pictures, by their model types."""
+    found: dict[bool, list[str]] = {False: [], True: []}
+    for name, one in sorted(WRAPPERS.items()):
+        if one.vision:
+            found[one.takes_any].append(f"`{name}`")
+    own, around = (", ".join(names) for names in found.values())
+    return f"Texts with [pictures](images.md): {own}; around any text family: {around}.\n"
+
+
 def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ("---",) * len(head), *lines))
 
@@ -108,7 +119,7 @@ def main(names: set[str]) -> None:
     every = {row[0]: tuple(row) for row in written()} if names else {}
     every |= {row[0]: row for row in rows(names or None)}
     lines = sorted(every.values(), key=lambda row: row[0].lower())
-    both = table(_HEAD, lines) + "\n" + encoders()
+    both = table(_HEAD, lines) + "\n" + encoders() + "\n" + with_pictures()
     PAGE.write_text(before + BEGIN + both + END + after)
 
 
