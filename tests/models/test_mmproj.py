@@ -22,16 +22,27 @@ from maxjax.errors import (
 from maxjax.graph.weights import load_weights
 from maxjax.images import ImageProcessor
 from maxjax.models.gguf import config_of
+from maxjax.models.gguf.metadata import Settings
 from maxjax.models.gguf.mmproj import processor_settings
+from maxjax.models.vision.idefics3 import Idefics3Vision
+from maxjax.models.vision.qwen3_vl import Qwen3Vision
 from tests.models.test_vision_language import FAMILIES, IMAGE, picture, prompt_of
 from tests.models.test_vision_language import folders as folders
 
 FILES = {
     "gemma3": ("gemma3", "<image_soft_token>"),
+    "smolvlm": ("idefics3", "<image>"),
     "qwen2_5_vl": ("qwen2.5vl_merger", "<|image_pad|>"),
     "qwen3_vl": ("qwen3vl_merger", "<|image_pad|>"),
     "qwen3_5": ("qwen3vl_merger", "<|image_pad|>"),
 }
+PARTS = (
+    "vision_tower.",
+    "visual.",
+    "multi_modal_projector.",
+    "model.vision_model.",
+    "model.connector.",
+)
 MEAN, STD = [0.5, 0.25, 0.75], [0.5, 0.5, 0.25]
 
 
@@ -72,7 +83,7 @@ def write_mmproj(folder, path, family, **changes):
     writer.add_vision_image_mean(MEAN)
     writer.add_vision_image_std(STD)
     writer.add_vision_attention_layernorm_eps(1e-6)
-    if family == "gemma3":
+    if family in ("gemma3", "smolvlm"):
         writer.add_vision_use_gelu(True)
         writer.add_vision_projector_scale_factor(2)
     if family == "qwen2_5_vl":
@@ -88,7 +99,9 @@ def write_mmproj(folder, path, family, **changes):
     for name, array in load_file(folder / "model.safetensors").items():
         # As in the published checkpoints.
         name = name.removeprefix("model.").replace("vision_tower.", "vision_tower.vision_model.")
-        if name.startswith(("vision_tower.", "visual.", "multi_modal_projector.")):
+        if name.startswith(("vision_model.", "connector.")):
+            name = f"model.{name}"
+        if name.startswith(PARTS):
             for new, part in in_file(name, array, tower):
                 wide = part.ndim == 1 or changes.get("dtype") is None
                 part = np.ascontiguousarray(part if wide else part.astype(changes["dtype"]))
@@ -163,7 +176,10 @@ def logits(model, family):
     [
         "gemma3",
         "qwen3_vl",
-        *(pytest.param(one, marks=pytest.mark.extra) for one in ("qwen2_5_vl", "qwen3_5")),
+        *(
+            pytest.param(one, marks=pytest.mark.extra)
+            for one in ("smolvlm", "qwen2_5_vl", "qwen3_5")
+        ),
     ],
 )
 def test_both_files_are_the_model(family, pairs, tmp_path):
@@ -219,6 +235,18 @@ def test_the_image_processor(pairs):
     expected = (1 - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
     np.testing.assert_allclose(made.pixels[0, :, 3, 3], expected, rtol=1e-6)
     assert found.tokens.feature == FILES["gemma3"][1]
+
+
+def test_the_image_processors_of_other_files():
+    """Sizes that llama.cpp's converter writes for SmolVLM, and those of Qwen3-VL, which its files do not have."""
+    given = Settings({"clip.vision.preproc_image_size": 2048}, "clip.vision.")
+    config = {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4}
+    found = ImageProcessor.of(*Idefics3Vision.gguf.processor(given, config))
+    made = found(np.zeros((256, 512, 3), np.uint8))
+    assert made.pixels.shape == (9, 3, 512, 512) and made.counts.tolist() == [9 * 64]
+    tower = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    found = ImageProcessor.of(*Qwen3Vision.gguf.processor(given, {"vision_config": tower}))
+    assert found(np.zeros((256, 512, 3), np.uint8)).counts.tolist() == [8 * 16]
 
 
 def test_a_file_beside_it(pairs, text, tmp_path, caplog):

@@ -29,6 +29,7 @@ Tensors = dict[str, WeightData]
 # llama.cpp's name of a connector → ``model_type`` of the models that may have it, by which their text halves differ.
 _PROJECTORS: Mapping[str, Sequence[str]] = {
     "gemma3": ("gemma3",),
+    "idefics3": ("idefics3",),
     "qwen2.5vl_merger": ("qwen2_5_vl",),
     "qwen3vl_merger": ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
 }

@@ -20,6 +20,8 @@ import jax
 from ...dtype import DType
 from ...nn.layer import Module
 from ...nn.linear import Linear
+from ..gguf.metadata import Settings
+from ..gguf.mmproj import MmprojTable, tower_config, tower_names
 from ..parts import replicate_over_mesh
 from .part import VisionPart
 from .siglip import SiglipVision, SiglipVisionConfig
@@ -57,9 +59,40 @@ class Idefics3Connector(Module):
         )  # [N, P / s², E]
 
 
+def _read(given: Settings, shapes: Any) -> dict[str, Any]:
+    """The settings in an ``mmproj`` file."""
+    return {
+        "vision_config": tower_config(given),
+        "scale_factor": given.count("projector.scale_factor"),
+    }
+
+
+def _processor(given: Settings, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of the image processor, which divides a picture into tiles."""
+    tile = config["vision_config"]["image_size"]
+    side = tile // config["vision_config"]["patch_size"] // config["scale_factor"]
+    longest = given.count("preproc_image_size", tile)
+    return {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile},
+    }, {"processor_class": "Idefics3Processor", "image_seq_len": side**2}  # fmt: skip
+
+
+_GGUF = MmprojTable(
+    {
+        **tower_names("model.vision_model."),
+        "mm.model.fc": "model.connector.modality_projection.proj",
+    },
+    _read,
+    ("<image>",),
+    _processor,
+)
+
+
 class Idefics3Vision(VisionPart):
     """The vision part of an Idefics 3 or a SmolVLM."""
 
+    gguf: ClassVar[MmprojTable | None] = _GGUF
     names: ClassVar[tuple[str, ...]] = ("vision_model", "connector")
     text_names: ClassVar[str] = "model.text_model."
 
