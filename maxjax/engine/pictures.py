@@ -36,15 +36,16 @@ class Pictures:
     Attributes:
         rows: features ``[N, E]``, of one picture after the other.
         at: the row of each token, int32 ``[T]``; -1 for a token of text.
-        spans: the tokens of each picture.
+        spans: the tokens of each picture; one of all tokens where these attend to all of the prompt.
         positions: positions of the tokens for RoPE, int32 ``[T, 3]``; None: they are numbered.
         deepstack: features ``[n, N, E]`` that are added after each of the first n layers; None: none are.
-        are_whole: whether a token of a picture attends to all of it, so that all its tokens are read at once.
+        blocks: the number of the block of each token, int32 ``[T]``, whose tokens attend to each other; -1 for none.
+            A block is within a span. None: there are no blocks.
 
     Example:
         >>> spans = (PictureSpan(1, 3, b""),)
         >>> at = np.array([-1, 0, 1, -1], np.int32)
-        >>> pictures = Pictures(np.ones((2, 4), np.float32), at, spans, are_whole=True)
+        >>> pictures = Pictures(np.ones((2, 4), np.float32), at, spans, blocks=at.clip(max=0))
         >>> pictures.uncut(2), pictures.uncut(3), pictures.offset
         (1, 3, 0)
     """
@@ -54,7 +55,12 @@ class Pictures:
     spans: tuple[PictureSpan, ...]
     positions: np.ndarray | None = None
     deepstack: np.ndarray | None = None
-    are_whole: bool = False
+    blocks: np.ndarray | None = None
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether all tokens of a span are read at once."""
+        return self.blocks is not None
 
     @cached_property
     def offset(self) -> int:
@@ -95,6 +101,7 @@ class Inputs(NamedTuple):
     at: Any
     positions: Any = None
     deepstack: Any = None
+    blocks: Any = None
 
     @staticmethod
     def of(
@@ -115,6 +122,8 @@ class Inputs(NamedTuple):
         rows = np.zeros((batch * width, size), there[0].rows.dtype)
         at = np.full((batch, width), -1, np.int32)
         positions = np.zeros((batch, width, 3), np.int32) if has_axes else None
+        are_whole = there[0].are_whole
+        blocks = np.full((batch, width), -1, np.int32) if are_whole else None
         added = None if deep is None else np.zeros((len(deep), batch * width, size), deep.dtype)
         for b, (pictures, start, count) in enumerate(pieces):
             place = np.arange(start, start + count)
@@ -129,11 +138,13 @@ class Inputs(NamedTuple):
             rows[target[is_in]] = pictures.rows[source[is_in]]
             if added is not None and pictures.deepstack is not None:
                 added[:, target[is_in]] = pictures.deepstack[:, source[is_in]]
+            if blocks is not None and pictures.blocks is not None:
+                blocks[b, : len(read)] = pictures.blocks[read]
             if positions is not None:
                 positions[b, :count] += pictures.offset
                 if pictures.positions is not None:
                     positions[b, : len(read)] = pictures.positions[read]
-        return Inputs(rows, at, positions, added)
+        return Inputs(rows, at, positions, added, blocks)
 
 
 # --- from messages to features
@@ -252,10 +263,13 @@ def placed_pictures(
         own = places[first : first + count]
         spans.append(PictureSpan(int(own[0]), int(own[-1]) + 1, digest))
         first += count
+    if part.sees_prompt:
+        whole = hashlib.blake2b(tokens.tobytes() + b"".join(digests), digest_size=16)
+        spans = [PictureSpan(0, len(tokens), whole.digest())]
     deep = [one.deepstack for one in found if one.deepstack is not None]
     return Pictures(
         rows, at, tuple(spans), part.positions(tokens, list(inputs)),
-        np.concatenate(deep, axis=1) if deep else None, part.sees_whole,
+        np.concatenate(deep, axis=1) if deep else None, part.blocks(at),
     )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ class ImageProcessor:
         if named := settings.get("processor_class"):
             outer = {"processor_class": named, **outer}
         found = with_outer(found, kind.name, outer)
+        outer = {"image_processor": settings, **outer}
         tokens = picture_tokens(kind.name, found, outer, named_tokens(tokenizer_config))
         return cls(kind.name, found, tokens, kind, settings, files)
 

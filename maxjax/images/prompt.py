@@ -28,12 +28,18 @@ class PictureTokens:
         placeholder: the token of a chat template that stands for a picture.
         feature: the token that is repeated for the features of a picture; often that of the placeholder.
         text: the tokens of the picture ``i`` of some inputs.
+        after_last: what follows the last picture of a text.
+        end: what a text with pictures ends with.
+        template: the Jinja template of a chat where the tokenizer has none; None: there is no such template.
     """
 
     family: str
     placeholder: str
     feature: str
     text: Callable[[ImageInputs, int], str]
+    after_last: str = ""
+    end: str = ""
+    template: str | None = None
 
     def counts(self, inputs: ImageInputs) -> list[int]:
         """How many features each picture has in a text."""
@@ -52,14 +58,20 @@ class PictureTokens:
                 f"{len(pictures)} pictures: each picture needs one"
             )
         texts = [self.text(*picture) for picture in pictures]
-        return parts[0] + "".join(t + part for t, part in zip(texts, parts[1:], strict=True))
+        if not texts:
+            return text
+        texts[-1] += self.after_last
+        found = parts[0] + "".join(t + part for t, part in zip(texts, parts[1:], strict=True))
+        return found + self.end
 
 
 class _Outer:
     """The settings of ``processor_config.json``, and the named tokens of ``tokenizer_config.json``."""
 
-    def __init__(self, raw: Mapping[str, Any], tokens: Mapping[str, Any]):
-        self._raw, self._tokens = raw, tokens
+    def __init__(
+        self, raw: Mapping[str, Any], tokens: Mapping[str, Any], file: str = "processor_config.json"
+    ):
+        self._raw, self._tokens, self._file = raw, tokens, file
 
     def token(self, key: str, default: str) -> str:
         """A token by its name: the tokenizer's own, else the processor's, else the family's."""
@@ -70,12 +82,20 @@ class _Outer:
                 return found
         return default
 
+    @property
+    def pictures(self) -> _Outer:
+        """The settings of the image processor."""
+        found = self._raw.get("image_processor")
+        return _Outer(
+            found if isinstance(found, Mapping) else {}, self._tokens, "preprocessor_config.json"
+        )
+
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self._raw.get(key)
         value = default if value is None else value
         if type(value) is not int or not least <= value <= _MOST:
             raise UserInputError(
-                f"processor_config.json: {key!r} must be an integer of at least {least}, got "
+                f"{self._file}: {key!r} must be an integer of at least {least}, got "
                 f"{printable(repr(value))[:60]}"
             )
         return value
@@ -85,7 +105,7 @@ class _Outer:
         value = default if value is None else value
         if value not in (default, *choices):
             raise UserInputError(
-                f"processor_config.json: {key!r} must be one of {', '.join((default, *choices))}, got "
+                f"{self._file}: {key!r} must be one of {', '.join((default, *choices))}, got "
                 f"{printable(repr(value))[:60]}"
             )
         return str(value)
@@ -221,6 +241,30 @@ def _pixtral(outer: _Outer, settings: ImageSettings) -> PictureTokens:
     return PictureTokens("pixtral", token, token, text)
 
 
+# The pictures of all messages, and then their texts.
+_PICTURES_FIRST = """
+{%- for kind in ("image", "text") -%}
+  {%- for message in messages -%}
+    {%- set parts = [{"type": "text", "text": message.content}] if message.content is string else message.content -%}
+    {%- for part in parts if part.type == kind -%}
+      {{- "PLACEHOLDER" if kind == "image" else part.text -}}
+    {%- endfor -%}
+  {%- endfor -%}
+{%- endfor -%}
+"""
+
+
+def _paligemma(outer: _Outer, settings: ImageSettings) -> PictureTokens:
+    token, first = outer.token("image_token", "<image>"), outer.token("bos_token", "<bos>")
+    features = token * outer.pictures.integer("image_seq_length")
+
+    def text(inputs: ImageInputs, i: int) -> str:
+        return features
+
+    template = _PICTURES_FIRST.replace("PLACEHOLDER", token)
+    return PictureTokens("paligemma", token, token, text, first, "\n", template)
+
+
 def _qwen2_vl(outer: _Outer, settings: ImageSettings) -> PictureTokens:
     token = outer.token("image_token", "<|image_pad|>")
 
@@ -235,8 +279,8 @@ _Rules = Callable[[_Outer, ImageSettings], PictureTokens]
 _PROCESSORS: Mapping[str, _Rules] = {
     "Gemma3Processor": _gemma3, "LlavaProcessor": _llava, "LlavaNextProcessor": _llava_next,
     "LlavaOnevisionProcessor": _llava_onevision, "Idefics3Processor": _idefics3, "SmolVLMProcessor": _idefics3,
-    "PixtralProcessor": _pixtral, "Qwen2VLProcessor": _qwen2_vl, "Qwen2_5_VLProcessor": _qwen2_vl,
-    "Qwen3VLProcessor": _qwen2_vl,
+    "PaliGemmaProcessor": _paligemma, "PixtralProcessor": _pixtral, "Qwen2VLProcessor": _qwen2_vl,
+    "Qwen2_5_VLProcessor": _qwen2_vl, "Qwen3VLProcessor": _qwen2_vl,
 }  # fmt: skip
 # The same by kind, where no file names the class.
 _OF_KINDS: Mapping[str, _Rules] = {

@@ -72,8 +72,8 @@ from .parts import (
     split_features_over_mesh,
     split_heads,
     split_heads_over_mesh,
+    with_blocks,
     with_defaults,
-    with_pictures,
 )
 
 _GELU = "gelu_pytorch_tanh"
@@ -151,7 +151,7 @@ class GemmaAttention(Module):
         q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)  # [B, T, H D], [B, T, K D]
         q, k, v = (split_heads(a.astype(x.dtype), self.head_dim) for a in (q, k, v))  # [B, T, H, D]
         q, k = rope(q, angles), rope(k, angles)
-        y, cache = attend(q, k, v, cache, CAUSAL, scale=self.head_dim**-0.5)  # [B, T, H, D]
+        y, cache = attend(q, k, v, cache, with_blocks(CAUSAL), scale=self.head_dim**-0.5)
         return self.o_proj(merge_heads(y)).astype(x.dtype), cache  # [B, T, E]
 
     def sharding_rules(self) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class Gemma2Attention(Module):
         self.scale = config.query_pre_attn_scalar**-0.5
         self.soft_cap = config.attn_logit_softcapping
         window = config.window(layer)
-        self.mask = CAUSAL if window is None else sliding(window)
+        self.mask = with_blocks(CAUSAL if window is None else sliding(window))
         self.q_proj = Linear(E, H * D, dtype, has_bias=bias)
         self.k_proj = Linear(E, K * D, dtype, has_bias=bias)
         self.v_proj = Linear(E, K * D, dtype, has_bias=bias)
@@ -566,7 +566,7 @@ class Gemma3Attention(Module):
         self.heads, self.kv_heads, self.head_dim = H, K, D
         self.scale, self.kind = config.query_pre_attn_scalar**-0.5, config.layer_types[layer]
         window = config.window(layer)
-        self.mask = with_pictures(CAUSAL if window is None else sliding(window))
+        self.mask = with_blocks(CAUSAL if window is None else sliding(window), cut=True)
         if config.use_bidirectional_attention:
             self.mask = bidirectional(None if window is None else window // 2)
         self.q_proj = Linear(E, H * D, dtype, has_bias=bias)

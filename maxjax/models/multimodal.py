@@ -53,6 +53,7 @@ class Wrapper:
             ``model_type`` in ``text_config``.
         takes_any: whether the text model may be of any family; if not, it is always the same one.
         defaults: values for keys that a file leaves out, whichever the text model is.
+        always: values for keys of the text model that have another meaning there, or none.
         flat: whether old files hold the text model's settings at the top level, and not in ``text_config``.
         vision: the class of the vision part: its file in ``models/vision`` and its name; "": there is none in maxjax.
     """
@@ -62,6 +63,7 @@ class Wrapper:
     text_models: Mapping[str, TextModel] = field(default_factory=dict)
     takes_any: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
     flat: bool = False
     vision: str = ""
 
@@ -80,7 +82,7 @@ class Wrapper:
         if architecture is None:
             return None
         sizes = dict(zip(_SIZE_KEYS, _SIZES.get(kind, ()), strict=False))
-        return TextModel(kind, architecture, {**sizes, **self.defaults})
+        return TextModel(kind, architecture, {**sizes, **self.defaults}, self.always)
 
 
 # How the names of decoders end.
@@ -142,7 +144,7 @@ _GLM4_MOE = TextModel(
     always={"use_qk_norm": False},
 )  # fmt: skip
 _GLM4V = {"glm4v_text": _GLM4, "glm4v_moe_text": _GLM4_MOE}
-_GEMMA3 = TextModel("gemma3_text", "Gemma3ForCausalLM")
+_GEMMA3 = TextModel("gemma3_text", "Gemma3ForCausalLM", always={"final_logit_softcapping": None})
 _GEMMA3N = TextModel("gemma3n_text", "Gemma3nForCausalLM")
 _GEMMA4 = TextModel("gemma4_text", "Gemma4ForCausalLM")
 _LLAMA4 = TextModel("llama4_text", "Llama4ForCausalLM")
@@ -160,7 +162,7 @@ _EITHER_LLAMA, _EITHER_QWEN2 = Wrapper("llama", "either"), Wrapper("qwen2", "eit
 
 # ``model_type`` of each multimodal model.
 WRAPPERS: dict[str, Wrapper] = {
-    "qwen2_vl": _only(_QWEN2, "either", flat=True),
+    "qwen2_vl": _only(_QWEN2, "either", flat=True, vision="qwen2_vl.Qwen2Vision"),
     "qwen2_5_vl": _only(_QWEN2, "either", flat=True, vision="qwen2_5_vl.Qwen25Vision"),
     "qwen3_vl": _only(_QWEN3, vision="qwen3_vl.Qwen3Vision"),
     "qwen3_vl_moe": _only(_QWEN3_MOE, vision="qwen3_vl.Qwen3Vision"),
@@ -180,7 +182,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "voxtral": Wrapper("llama", defaults=_VOXTRAL),
     "llava": Wrapper("llama", "either", vision="llava.LlavaVision"),
     "llava_next_video": _EITHER_LLAMA,
-    **dict.fromkeys(("llava_onevision", "fast_vlm", "video_llama_3"), _EITHER_QWEN2),
+    "llava_onevision": Wrapper("qwen2", "either", vision="llava_onevision.LlavaOnevisionVision"),
+    **dict.fromkeys(("fast_vlm", "video_llama_3"), _EITHER_QWEN2),
     "perception_lm": Wrapper("llama", "text"),
     "llava_next": Wrapper("llama", vision="llava_next.LlavaNextVision"),
     **dict.fromkeys(("idefics3", "smolvlm"), Wrapper("llama", vision="idefics3.Idefics3Vision")),
@@ -191,6 +194,13 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "qianfan_ocr": Wrapper("qwen3"),
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), Wrapper("qwen3_5_text")),
+    # Its text model is causal; what sees later tokens is the prompt.
+    "paligemma": Wrapper(
+        "gemma",
+        True,
+        always={"use_bidirectional_attention": False},
+        vision="paligemma.PaliGemmaVision",
+    ),
     "mistral3": Wrapper("mistral", True, vision="pixtral.Mistral3Vision"),
     **dict.fromkeys(("internvl", "got_ocr2", "ovis2"), Wrapper("qwen2", True)),
     **dict.fromkeys(
@@ -244,6 +254,7 @@ ARCHITECTURES: dict[str, str] = {
     "LlavaForConditionalGeneration": "llava",
     "LlavaNextForConditionalGeneration": "llava_next",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision",
+    "PaliGemmaForConditionalGeneration": "paligemma",
     "InternVLForConditionalGeneration": "internvl",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "smolvlm",
@@ -293,9 +304,9 @@ def text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         UnsupportedModelError: maxjax has no family for the text model.
 
     Example:
-        >>> text_settings({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
-        {'hidden_size': 8, 'tie_word_embeddings': True, 'architectures': ['Gemma3ForCausalLM'],
-         'model_type': 'gemma3_text'}
+        >>> text_settings({"model_type": "gemma4", "text_config": {"hidden_size": 8}})
+        {'hidden_size': 8, 'tie_word_embeddings': True, 'architectures': ['Gemma4ForCausalLM'],
+         'model_type': 'gemma4_text'}
     """
     kind = _kind(raw)
     wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,8 +12,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import maxjax
-from maxjax.engine.pictures import Pictures, PictureSpan, pictures_in
+from maxjax.engine.pictures import Inputs, Pictures, PictureSpan, pictures_in
 from maxjax.errors import UserInputError
+from maxjax.images import ImageProcessor
 
 PIL = pytest.importorskip("PIL.Image")
 IMAGE = 7
@@ -125,6 +127,38 @@ def test_each_form_of_a_picture_is_the_same(loaded, tmp_path):
     assert first.logprobs[0].logprob != other.logprobs[0].logprob
 
 
+def test_a_model_without_a_chat_template_may_have_a_form_of_its_prompts(folder):
+    """PaliGemma's: the pictures, a first token, the texts, and the end of a line."""
+    model, tokenizer = maxjax.load(folder)
+    settings = {
+        "image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16},
+        "processor_class": "PaliGemmaProcessor", "image_seq_length": 16,
+    }  # fmt: skip
+    tokenizer.images = ImageProcessor.of(settings, tokenizer_config={"bos_token": " w3 "})
+    tokenizer.chat_templates = {}
+    parts = [{"type": "text", "text": "w1 w2"}, {"type": "image", "image": picture()}]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": " w4"}]
+    found = maxjax.generate(model, tokenizer, messages, **OPTIONS)
+    assert list(found.prompt_tokens) == [IMAGE] * 16 + [3, 1, 2, 4]
+    assert found.prompt.endswith("w4\n")
+    with pytest.raises(UserInputError, match="no chat template"):
+        maxjax.generate(model, tokenizer, [{"role": "user", "content": "w1"}], **OPTIONS)
+
+
+def test_the_tokens_of_an_answer_are_in_no_block():
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=2, has_axes=False))
+    at = np.array([0, 1, -1, -1], np.int32)
+    rows = np.ones((2, 2), np.float32)
+    whole = Pictures(rows, at, (PictureSpan(0, 4, b""),), blocks=at * 0)
+    found = Inputs.of([(whole, 0, 6), (None, 0, 3), (whole, 2, 3)], 8, model)
+    assert found.blocks.tolist() == [
+        [0, 0, 0, 0, -1, -1, -1, -1],
+        [-1] * 8,
+        [0, 0, -1, -1, -1, -1, -1, -1],
+    ]
+    assert Inputs.of([(Pictures(rows, at, whole.spans), 0, 4)], 4, model).blocks is None
+
+
 def test_the_prompt_is_what_the_model_gets_by_hand(loaded):
     model, tokenizer = loaded
     inputs = tokenizer.images(picture())
@@ -206,7 +240,9 @@ def test_what_is_not_supported_says_so(loaded, folder, tmp_path):
 
 def test_pictures_of_prompts():
     spans = (PictureSpan(2, 5, b"a"), PictureSpan(7, 9, b"b"))
-    pictures = Pictures(np.zeros((5, 1)), np.zeros(10, np.int32), spans, are_whole=True)
+    pictures = Pictures(
+        np.zeros((5, 1)), np.zeros(10, np.int32), spans, blocks=np.zeros(10, np.int32)
+    )
     assert [pictures.piece_end(0, n) for n in (1, 2, 3, 5, 8)] == [1, 2, 2, 5, 7]
     assert pictures.piece_end(2, 1) == 5  # the picture as a whole, though it is longer
     assert pictures.digest(0, 2) == b"" and pictures.digest(4, 8) == b"ab"

@@ -10,6 +10,7 @@ import pytest
 
 from maxjax.errors import UserInputError
 from maxjax.images import ImageProcessor
+from maxjax.text.chat import apply_chat_template
 from tests.images.pictures import PICTURES, photograph
 from tests.images.test_kinds import CASES, NESTED, SCAN
 from tests.oracles.recorded import recorded
@@ -71,7 +72,11 @@ def processor_class(name):
 
 
 def image_processor(case, outer):
-    stem, settings = CASES[case]
+    return pil_processor(*CASES[case], outer)
+
+
+def pil_processor(stem, settings, outer):
+    """transformers' image processor on Pillow, as its processor with these settings calls it."""
     module = MODULES.get(stem, stem.lower())
     file = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
     if stem == "Pixtral":  # as its processor says in each call
@@ -81,10 +86,9 @@ def image_processor(case, outer):
     return getattr(file, f"{stem}ImageProcessorPil")(**settings)
 
 
-def replaced(case):
-    """What transformers writes for each picture, by the method of its processor."""
-    name, outer = FAMILIES[case]
-    cls, images = processor_class(name), image_processor(case, outer)
+def bare_processor(name, outer, images):
+    """transformers' processor of texts with pictures, without a tokenizer and a processor of videos."""
+    cls = processor_class(name)
     token = "[IMG]" if name == "Pixtral" else "<|image_pad|>" if "Qwen" in name else "<image>"
     made = cls.__new__(cls)
     made.__dict__ |= {
@@ -95,17 +99,27 @@ def replaced(case):
     if name == "Gemma3":
         features = GEMMA["image_token"] * outer["image_seq_length"]
         made.full_image_sequence = f"\n\n{GEMMA['boi_token']}{features}{GEMMA['eoi_token']}\n\n"
-    found = []
-    for image in IMAGES:
-        options = {"return_row_col_info": True} if name in ("Idefics3", "SmolVLM") else {}
-        inputs = images(
-            [image.transpose(2, 0, 1)],
-            input_data_format="channels_first",
-            return_tensors="np",
-            **options,
-        )
-        found.append(made.replace_image_token(dict(inputs), 0))
-    return found
+    if name == "PaliGemma":
+        made.image_seq_length = images.image_seq_length
+        made.tokenizer = types.SimpleNamespace(bos_token="<bos>")
+    return made
+
+
+def pil_inputs(name, images, pictures):
+    """The arrays that transformers makes of the pictures of one prompt."""
+    options = {"return_row_col_info": True} if name in ("Idefics3", "SmolVLM") else {}
+    given = [one.transpose(2, 0, 1) for one in pictures]
+    given = [given] if name in NESTED and len(given) > 1 else given
+    return images(given, input_data_format="channels_first", return_tensors="np", **options)
+
+
+def replaced(case):
+    """What transformers writes for each picture, by the method of its processor."""
+    name, outer = FAMILIES[case]
+    images = image_processor(case, outer)
+    made = bare_processor(name, outer, images)
+    inputs = [pil_inputs(name, images, [image]) for image in IMAGES]
+    return [made.replace_image_token(dict(one), 0) for one in inputs]
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -194,6 +208,31 @@ def test_llava_with_the_processor_of_clip():
     assert processor.expand("<image>?", inputs) == "<image>" * 4 + "?"
 
 
+def test_the_pictures_of_a_paligemma_come_first():
+    """As PaliGemmaProcessor writes them, whatever the order of the messages' parts is."""
+    settings = {
+        "image_processor_type": "SiglipImageProcessor", "processor_class": "PaliGemmaProcessor", "size": 16,
+    }  # fmt: skip
+    with pytest.raises(UserInputError, match=r"preprocessor_config.json: 'image_seq_length'"):
+        ImageProcessor.of(settings)
+    settings |= {"image_seq_length": 3, "size": {"height": 16, "width": 16}}
+    for processor in (
+        ImageProcessor.of(settings),
+        ImageProcessor.of(settings, {"image_processor": settings}),
+    ):
+        inputs = processor(IMAGES[:2])
+        assert inputs.counts.tolist() == [3, 3]
+        text = processor.expand("<image><image>caption en", inputs)
+        assert text == "<image>" * 6 + "<bos>caption en\n"
+        assert processor.expand("caption en", []) == "caption en"
+        content = [{"type": "text", "text": "caption"}, {"type": "image"}]
+        messages = [{"role": "user", "content": content}, {"role": "user", "content": " en"}]
+        template = processor.tokens.template
+        tokenizer = types.SimpleNamespace(chat_templates={}, special_tokens={})
+        shown = apply_chat_template(tokenizer, messages, chat_template=template)
+        assert shown == "<image>caption en"
+
+
 def test_tokens_have_the_names_of_the_tokenizer(tmp_path):
     files = {
         "preprocessor_config": {"image_processor_type": "Gemma3ImageProcessor", "size": 28},
@@ -214,11 +253,11 @@ def test_tokens_have_the_names_of_the_tokenizer(tmp_path):
 
 def test_models_without_such_texts_have_no_counts():
     processor = ImageProcessor.of(
-        {"image_processor_type": "SiglipImageProcessor", "processor_class": "PaliGemmaProcessor"}
+        {"image_processor_type": "SiglipImageProcessor", "processor_class": "Siglip2Processor"}
     )
     inputs = processor(IMAGES[0])
     assert inputs.counts.tolist() == [0] and processor.tokens is None
-    with pytest.raises(UserInputError, match="'PaliGemmaProcessor'"):
+    with pytest.raises(UserInputError, match="'Siglip2Processor'"):
         processor.expand("<image>", inputs)
 
 

@@ -354,8 +354,8 @@ EDITS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "gemma": {
         "gemma": [
             (
-                "cache, CAUSAL, scale=self.head_dim**-0.5)",
-                "cache, CAUSAL, scale=0.7 * self.head_dim**-0.5)",
+                "cache, with_blocks(CAUSAL), scale=self.head_dim**-0.5)",
+                "cache, with_blocks(CAUSAL), scale=0.7 * self.head_dim**-0.5)",
             ),
             ("activation(self.act)(gate) * up", "jax.nn.relu(gate) * up"),
             (
@@ -1017,6 +1017,30 @@ VISION_PARTS: dict[str, list[tuple[str, str]]] = {
         ("x = x.reshape(count, side", "x = x[:, ::-1].reshape(count, side"),
         ("self.proj(x)", "self.proj(jax.nn.relu(x))"),
         ("self.vision_model(pixels)", "self.vision_model(0.5 * pixels)"),
+    ],
+    "llava_onevision": [
+        ("at = np.maximum(at - np.float32(0.5), 0)", "at = np.maximum(at, 0)"),
+        ("* (1 - share) + next_one", "* share**2 + next_one"),
+        ("next_one * share", "0 * next_one * share"),
+        ("np.float32(count / size)", "np.float32(1)"),
+        ("np.minimum(at.astype(np.int64), count - 1)", "np.minimum(at.astype(np.int64) + 1, count - 1)"),
+        ('{**given, "vision_config": tower}', '{**given, "vision_feature_layer": -2, "vision_config": tower}'),
+    ],
+    "paligemma": [
+        ("return self.linear(x).astype(x.dtype)", "return 0.5 * self.linear(x).astype(x.dtype)"),
+        ("self.linear(x)", "self.linear(0.5 * x)"),
+        ("return self.linear(x)", "return self.linear(jax.nn.relu(x))"),
+        ("self.vision_tower(pixels).last_hidden_state", "self.vision_tower.hidden_states(pixels)"),
+        ("self.vision_tower(pixels)", "self.vision_tower(0.5 * pixels)"),
+        ("self.multi_modal_projector(self.vision", "self.multi_modal_projector(1 + self.vision"),
+    ],
+    "qwen2_vl": [
+        ("both_ways(rope(q, angles), rope(k, angles), v, real)", "both_ways(q, k, v, real)"),
+        ("activation(self.act)(self.fc1(x).astype(x.dtype))", "self.fc1(x).astype(x.dtype)"),
+        ("self.attn(self.norm1(x).astype(x.dtype), angles, real)", "self.attn(x, angles, real)"),
+        ("x + self.mlp(self.norm2(x).astype(x.dtype))", "x + 0.5 * self.mlp(self.norm2(x).astype(x.dtype))"),
+        ("self.ln_q(x).astype(x.dtype)", "x"),
+        ("last(gelu(first(x).astype(x.dtype)))", "last(first(x).astype(x.dtype))"),
     ],
     "qwen2_5_vl": [
         ("rope(q, angles), rope(k, angles)", "q, k"),

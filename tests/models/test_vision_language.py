@@ -14,7 +14,7 @@ import maxjax
 from maxjax.engine.generate.request import Prompt, Request
 from maxjax.engine.pictures import Inputs, SeenPictures, placed_pictures
 from maxjax.errors import UserInputError
-from maxjax.models import Llama, LlamaConfig
+from maxjax.models import Gemma2, Gemma3, Llama, LlamaConfig
 from tests.oracles.recorded import recorded
 
 IMAGE = 150  # the id of the placeholder
@@ -70,6 +70,21 @@ FAMILIES = {
         "vision_config": {**SIGLIP, "vision_use_head": False}, "image_token_index": IMAGE, "image_token_id": IMAGE,
         "mm_tokens_per_image": 4, "boi_token_index": 151, "eoi_token_index": 152,
     }, "square", 4),
+    "llava_onevision": ("LlavaOnevision", {
+        "text_config": {"model_type": "qwen2", **TEXT}, "vision_config": {**SIGLIP, "vision_use_head": False},
+        "image_token_index": IMAGE, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]],
+        "vision_aspect_ratio": "anyres_max_1",
+    }, "tiles", 31),
+    "paligemma": ("PaliGemma", {
+        "text_config": {"model_type": "gemma", **TEXT, "head_dim": 8},
+        "vision_config": {**SIGLIP, "vision_use_head": False},
+        "image_token_index": IMAGE, "projection_dim": 32,
+    }, "square", 16),
+    "paligemma, Gemma 2": ("PaliGemma", {
+        "text_config": {"model_type": "gemma2", **TEXT, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 16,
+                        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "vision_config": {**SIGLIP, "vision_use_head": False}, "image_token_index": IMAGE, "projection_dim": 32,
+    }, "square", 16),
     "idefics3": ("Idefics3", {
         "text_config": {"model_type": "llama", **TEXT}, "vision_config": TOWER, "image_token_id": IMAGE,
         "scale_factor": 2,
@@ -78,6 +93,10 @@ FAMILIES = {
         "text_config": {"model_type": "llama", **TEXT}, "vision_config": TOWER, "image_token_id": IMAGE,
         "scale_factor": 2,
     }, "three tiles", 12),
+    "qwen2_vl": ("Qwen2VL", {
+        "text_config": qwen_text(mrope_section=[1, 1, 2]), "image_token_id": IMAGE, "video_token_id": 151,
+        "vision_config": {**QWEN, "embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2},
+    }, "patches", 15),
     "qwen2_5_vl": ("Qwen2_5_VL", {
         "text_config": qwen_text(mrope_section=[1, 1, 2]), "image_token_id": IMAGE, "video_token_id": 151,
         "vision_config": {**QWEN, "hidden_size": 24, "intermediate_size": 32, "window_size": 16,
@@ -182,6 +201,8 @@ def answers(family, path):
         args["mm_token_type_ids"] = (ids == IMAGE).int()
     if family == "gemma3":
         args["token_type_ids"] = (ids == IMAGE).long()
+    if "paligemma" in family:  # the whole prompt is the prefix
+        args["token_type_ids"] = torch.zeros_like(ids)
     with torch.no_grad():
         logits = model(**args).logits.numpy()
         found = model.generate(**args, max_new_tokens=12, do_sample=False)
@@ -282,7 +303,32 @@ def test_features_stand_in_place_of_embeddings():
     assert np.abs(grads).min(1).all()
 
 
+@pytest.mark.parametrize("model", [Gemma2, Gemma3])
+@pytest.mark.parametrize("window", [None, 2])
+def test_tokens_of_a_block_see_later_ones(window, model):
+    """A token depends on all tokens of its block; a window cuts what is before it in Gemma 3, not in PaliGemma 2."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    config = model.family.config(
+        100, 16, 32, num_hidden_layers=1, num_attention_heads=4, head_dim=4, num_key_value_heads=2,
+        layer_types=(kind,), sliding_window=window or 99,
+    )  # fmt: skip
+    made = maxjax.init(model(config), jax.random.key(0))
+    call = jax.jit(lambda made, ids, blocks: made.states(ids, blocks=blocks))
+    ids, blocks = np.arange(10, 17)[None], np.array([[-1, 0, 0, 0, -1, 1, 1]])
+    expected = call(made, ids, blocks)
+    sees = np.zeros((7, 7), bool)
+    for token in range(7):
+        changed = np.where(np.arange(7) == token, 50, ids)
+        sees[:, token] = np.abs(call(made, changed, blocks) - expected)[0].max(-1) > 1e-6
+    one, other = np.arange(7)[:, None], np.arange(7)[None]
+    in_window = one - other < (window or 7)
+    in_block = (blocks[0] >= 0) & (blocks[0] == blocks.T)
+    seen = (other <= one) & in_window | in_block
+    np.testing.assert_array_equal(sees, seen & in_window if model is Gemma3 else seen)
+
+
 @pytest.mark.parametrize("wrong", [
+    {"blocks": jnp.zeros((1, 2), int)}, {"blocks": jnp.zeros((1, 3))},
     {"features": jnp.ones((1, 16))}, {"at": jnp.zeros((1, 3), int)},
     {"features": jnp.ones((1, 15)), "at": jnp.zeros((1, 3), int)},
     {"features": jnp.ones((1, 16), int), "at": jnp.zeros((1, 3), int)},

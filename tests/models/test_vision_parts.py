@@ -70,7 +70,9 @@ def test_a_picture_on_eight_devices(family, folders, monkeypatch):
 STACKS = {
     "llava": ["vision_tower.encoder.layers"], "llava_next": ["vision_tower.encoder.layers"],
     "pixtral": ["vision_tower.transformer.layers"], "gemma3": ["vision_tower.encoder.layers"],
-    "idefics3": ["vision_model.encoder.layers"], "qwen2_5_vl": ["visual.blocks"], "qwen3_vl": ["visual.blocks"],
+    "paligemma": ["vision_tower.encoder.layers"], "llava_onevision": ["vision_tower.encoder.layers"],
+    "idefics3": ["vision_model.encoder.layers"], "qwen2_vl": ["visual.blocks"],
+    "qwen2_5_vl": ["visual.blocks"], "qwen3_vl": ["visual.blocks"],
 }  # fmt: skip
 
 

@@ -141,7 +141,10 @@ class Request:
         """Format and encode the messages of a chat; the template writes the special tokens."""
         messages, items = pictures_in(messages)
         inputs = read_pictures(self.model, self.tokenizer, items) if items else []
-        text = chat_prompt(self.tokenizer, messages, **self.template_kwargs | options)
+        options = self.template_kwargs | options
+        if items and not self.tokenizer.chat_templates and "chat_template" not in options:
+            options["chat_template"] = getattr(self.tokenizer.images.tokens, "template", None)
+        text = chat_prompt(self.tokenizer, messages, **options)
         if items:
             text = self.tokenizer.images.expand(text, inputs)
         ids = self.tokenizer.encode(text, special=False)

@@ -17,7 +17,7 @@ from .attention import sliding as sliding
 from .attention import soft_cap as soft_cap
 from .attention import split_groups as split_groups
 from .attention import split_heads as split_heads
-from .attention import with_pictures as with_pictures
+from .attention import with_blocks as with_blocks
 from .cache import LayerCache as LayerCache
 from .cache import Mask as Mask
 from .cache import learned_rows as learned_rows

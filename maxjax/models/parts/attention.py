@@ -36,9 +36,14 @@ def bidirectional(radius: int | None = None) -> Mask:
     return Mask(radius, is_causal=False)
 
 
-def with_pictures(mask: Mask) -> Mask:
-    """Return the mask by which a token of a picture also attends to all other tokens of the same picture."""
-    return mask._replace(sees_pictures=True)
+def with_blocks(mask: Mask, *, cut: bool = False) -> Mask:
+    """Return the mask by which a token of a block, such as a picture, also attends to all other tokens of it.
+
+    Args:
+        mask: which other tokens a token attends to.
+        cut: whether earlier tokens of the block must be in the mask's window.
+    """
+    return mask._replace(sees_blocks=True, cuts_blocks=cut)
 
 
 def attend(

@@ -49,13 +49,15 @@ class Mask(NamedTuple):
         window: number of tokens of a window or a chunk; None: all tokens.
         chunked: whether the window is the chunk that the token is in, and not the tokens just before it.
         is_causal: whether a token attends only to itself and to earlier tokens.
-        sees_pictures: whether a token of a picture attends to all tokens of the same picture, later ones too.
+        sees_blocks: whether a token of a block, such as a picture, attends to all its tokens, later ones too.
+        cuts_blocks: whether the window also limits which earlier tokens of its block a token attends to.
     """
 
     window: int | None = None
     chunked: bool = False
     is_causal: bool = True
-    sees_pictures: bool = False
+    sees_blocks: bool = False
+    cuts_blocks: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -103,26 +105,26 @@ def _rows(rows: jax.Array, at: jax.Array) -> jax.Array:
     return jnp.take(rows, jnp.maximum(at, 0), axis=0, mode="clip")
 
 
-def blocks_of(at: jax.Array, starts: jax.Array) -> jax.Array:
-    """Return the positions ``[B, 2, T]`` of the first and the last token of the picture that each token belongs to.
+def blocks_of(numbers: jax.Array, starts: jax.Array) -> jax.Array:
+    """Return the positions ``[B, 2, T]`` of the first and the last token of the block that each token belongs to.
 
-    A picture is a run of tokens with features; every other token is by itself.
+    A block is a run of tokens with the same number; a token with the number -1 is by itself.
 
     Args:
-        at: the row of features of each token, int32 ``[B, T]``; -1 for none.
+        numbers: the number of each token's block, int32 ``[B, T]``.
         starts: position of each row's first token, int32 ``[B or 1]``.
 
     Example:
-        >>> blocks_of(jnp.array([[-1, 0, 1, -1, 2]]), jnp.array([10]))[0].tolist()
+        >>> blocks_of(jnp.array([[-1, 0, 0, -1, 1]]), jnp.array([10]))[0].tolist()
         [[10, 11, 11, 13, 14], [10, 12, 12, 13, 14]]
     """
-    place = jnp.broadcast_to(jnp.arange(at.shape[1], dtype=jnp.int32), at.shape)
-    is_in = at >= 0
-    edge = jnp.zeros_like(is_in[:, :1])
-    begins = ~(is_in & jnp.concatenate([edge, is_in[:, :-1]], axis=1))
-    ends = ~(is_in & jnp.concatenate([is_in[:, 1:], edge], axis=1))
+    place = jnp.broadcast_to(jnp.arange(numbers.shape[1], dtype=jnp.int32), numbers.shape)
+    joined = (numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, 1:] >= 0)
+    edge = jnp.zeros_like(numbers[:, :1], bool)
+    begins = ~jnp.concatenate([edge, joined], axis=1)
+    ends = ~jnp.concatenate([joined, edge], axis=1)
     first = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
-    last = jax.lax.cummin(jnp.where(ends, place, at.shape[1]), axis=1, reverse=True)
+    last = jax.lax.cummin(jnp.where(ends, place, numbers.shape[1]), axis=1, reverse=True)
     return jnp.stack([first, last], axis=1) + starts[:, None, None]
 
 
@@ -166,8 +168,8 @@ class ForwardContext:
         features: what stands in place of the embeddings of tokens, such as pictures; None: nothing.
         axes: positions for RoPE ``[B, T, 3]``: a picture's tokens have a time, a row and a column. None: they are
             those of the tokens in their text.
-        blocks: positions ``[B, 2, T]`` of the first and the last token of the picture that each token belongs to; for
-            other tokens both are its own. None: there are no pictures.
+        blocks: positions ``[B, 2, T]`` of the first and the last token of the block that each token belongs to, whose
+            tokens see each other, such as those of a picture; for other tokens both are its own. None: there are none.
         window_table: as ``table``, for layers with a window that have pages of their own; None: no layers have.
     """
 
@@ -272,11 +274,21 @@ class LayerCache:
         """Return the cache of another layer, with the states that the layer before it returned."""
         return dataclasses.replace(self, layer=layer, states=states, new=None)
 
-    def with_inputs(self, features: Features | None, axes: jax.Array | None) -> Self:
-        """Return the cache of a call with features in place of tokens, and other positions for RoPE."""
-        if features is None and axes is None:
+    def with_inputs(
+        self, features: Features | None, axes: jax.Array | None, blocks: jax.Array | None
+    ) -> Self:
+        """Return the cache of a call with features in place of tokens, other positions for RoPE, and blocks.
+
+        Args:
+            features, axes: as in :class:`ForwardContext`.
+            blocks: the number of each token's block, int32 ``[B, T]``; -1 for none.
+        """
+        if features is None and axes is None and blocks is None:
             return self
-        blocks = None if features is None else blocks_of(features.at, self.context.starts)
+        if blocks is not None:
+            real = self.context.real
+            blocks = blocks if real is None else jnp.where(real, blocks, -1)
+            blocks = blocks_of(blocks, self.context.starts)
         context = dataclasses.replace(self.context, features=features, axes=axes, blocks=blocks)
         return dataclasses.replace(self, context=context)
 
@@ -772,7 +784,7 @@ class _Attention(NamedTuple):
         key_positions: jax.Array, part: CachePart | None = None, width: int | None = None,
     ) -> jax.Array:  # fmt: skip
         """Attend from queries at ``positions`` to keys at ``key_positions``, each ``[B or 1, tokens]``."""
-        if self.mask.sees_pictures and self.context.blocks is not None:
+        if self.mask.sees_blocks and self.context.blocks is not None:
             run, positions = self._with_blocks(positions, key_positions)
             return run.attend(q, cache, layer, positions, key_positions, part, width)
         mask, scores = self.mask, self.scores
@@ -799,15 +811,16 @@ class _Attention(NamedTuple):
     def _with_blocks(
         self, positions: jax.Array, key_positions: jax.Array
     ) -> tuple[_Attention, jax.Array]:
-        """Attention in which a token of a picture sees what the picture's last token sees, and positions for it.
+        """Attention in which a token of a block sees what the block's last token sees, and positions for it.
 
-        A window begins before the token itself, or with the picture if that is earlier.
+        A window begins before the token itself, or with the block if that is earlier and the mask does not cut blocks.
         """
         assert self.context.blocks is not None
         window, scores = self.mask.window, self.scores
         first, last = self.context.blocks[:, 0], self.context.blocks[:, 1]
         if window is not None:
-            first = jnp.minimum(first, positions - (window - 1))
+            begin = positions - (window - 1)
+            first = begin if self.mask.cuts_blocks else jnp.minimum(first, begin)
             sees = key_positions[:, None, :] >= first[..., None]  # [B, T, S]
             scores = scores._replace(chosen=sees)
         return self._replace(mask=Mask(), scores=scores), last

@@ -349,16 +349,16 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
     @overload
     def __call__(
         self, ids: Any, cache: None = None, *, lengths: Any = None, last: bool = False,
-        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None,
+        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None, blocks: Any = None,
     ) -> jax.Array: ...  # fmt: skip
     @overload
     def __call__(
         self, ids: Any, cache: C, *, lengths: Any = None, last: bool | jax.Array = False,
-        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None,
+        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None, blocks: Any = None,
     ) -> tuple[jax.Array, C]: ...  # fmt: skip
     def __call__(
         self, ids: Any, cache: Any = None, *, lengths: Any = None, last: bool | jax.Array = False,
-        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None,
+        features: Any = None, at: Any = None, positions: Any = None, deepstack: Any = None, blocks: Any = None,
     ) -> Any:  # fmt: skip
         """Token ids ``[B, T]`` → logits in float32, and the next cache if one is given.
 
@@ -378,6 +378,9 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
             positions: positions of the tokens for RoPE, integers ``[B, T]`` or ``[B, T, 3]`` (a time, a row and a
                 column); by default they are numbered. The next call goes on after the largest of them.
             deepstack: features ``[n, N, E]`` that are added after each of the first n layers (Qwen3-VL).
+            blocks: the number of the block of each token, integers ``[B, T]``, -1 for none. In Gemma's models those
+                of a block attend to all of it, later ones too. By default the tokens with features are blocks where
+                the vision part has a picture seen as a whole, and all tokens of the call in PaliGemma.
 
         Returns:
             Logits ``[B, T, V]``; with a cache ``(logits, cache)``. Inside ``jax.jit``, logits of
@@ -399,8 +402,8 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         if cache is not None:
             cache.check_room(length if counts is None else counts)
             ids, counts = jax.tree.map(lambda a: _sharded_as_rows(cache, a), (ids, counts))
-        axes = self._axes(positions, cache, ids)
-        view = self._view(cache, counts, length).with_inputs(given, axes)
+        axes, blocks = self._axes(positions, cache, ids), self._blocks(blocks, given, ids)
+        view = self._view(cache, counts, length).with_inputs(given, axes, blocks)
         after = view.context.starts + (length if counts is None else counts)
         self._check_positions(after, length if cache is None and counts is None else None)
         outgrown = None if cache is None else self._outgrown(cache, after)
@@ -436,7 +439,7 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
 
     def states(
         self, ids: Any, *, lengths: Any = None, features: Any = None, at: Any = None, positions: Any = None,
-        deepstack: Any = None,
+        deepstack: Any = None, blocks: Any = None,
     ) -> jax.Array:  # fmt: skip
         """Token ids ``[B, T]`` → hidden states ``[B, T, E]`` after the last norm, the inputs of the head.
 
@@ -444,7 +447,7 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
             ids: integers ``[B, T]``.
             lengths: number of real tokens in each row, integers ``[B]``; by default all are real.
                 The others are padding on the right, and their states are meaningless.
-            features, at, positions, deepstack: as for a call of the model.
+            features, at, positions, deepstack, blocks: as for a call of the model.
 
         Raises:
             UserInputError: as for a call of the model.
@@ -459,9 +462,8 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
         ids = self._checked(ids, None)
         counts = self._counts(lengths, ids.shape[0])
         given, axes = self._features(features, at, deepstack, ids), self._axes(positions, None, ids)
-        view = self._view(self._inner_cache(*ids.shape), counts, ids.shape[1]).with_inputs(
-            given, axes
-        )
+        view = self._view(self._inner_cache(*ids.shape), counts, ids.shape[1])
+        view = view.with_inputs(given, axes, self._blocks(blocks, given, ids))
         if view.context.real is not None:  # the padding must not affect anything, not even with NaN
             ids = jnp.where(view.context.real, ids, 0)
         self._check_positions(view.context.ends, ids.shape[1] if counts is None else None)
@@ -565,6 +567,20 @@ class LanguageModel(PredictsMore, Scored, PretrainedModel):
                 f"positions= with a cache is for models with M-RoPE, not for this {type(self).__name__}"
             )
         return found.astype(jnp.int32)
+
+    def _blocks(self, blocks: Any, features: Features | None, ids: jax.Array) -> jax.Array | None:
+        """The number of each token's block ``[B, T]``; None: there are none."""
+        if blocks is not None:
+            found = jnp.asarray(as_array(blocks))
+            if found.shape != ids.shape or not jnp.issubdtype(found.dtype, jnp.integer):
+                raise UserInputError(
+                    f"blocks must be integers {list(ids.shape)}, one for each token, not {found.dtype} of shape "
+                    f"{found.shape}"
+                )
+            return found.astype(jnp.int32)
+        if features is None or self.vision is None:
+            return None
+        return self.vision.blocks(features.at)
 
     def _check_positions(self, after: jax.Array, length: Any) -> None:
         """Refuses texts longer than the learned positions, where lengths are known."""

@@ -47,9 +47,14 @@ class LlavaNextVision(LlavaVision):
         rows, columns = height // size, width // size
         grid = tiles[1:].reshape(rows, columns, side, side, -1).swapaxes(1, 2)
         grid = unpadded(grid.reshape(rows * side, columns * side, -1), inputs.sizes[0])
+        grid = self.of_canvas(grid)
         lines = np.broadcast_to(newline, (len(grid), 1, len(newline)))
         grid = np.concatenate([grid, lines], axis=1).reshape(-1, len(newline))
         return PictureFeatures(np.concatenate([tiles[0], grid]))
+
+    def of_canvas(self, grid: np.ndarray) -> np.ndarray:
+        """Return the features that are kept of those ``[rows, columns, E]`` of all tiles."""
+        return grid
 
     def sharding_rules(self) -> dict[str, Any]:
         """Every device holds the vector between rows."""

@@ -17,6 +17,7 @@ from ...errors import UnsupportedModelError, shown
 from ...graph.device import DeviceRef
 from ...graph.placement.split import REPLICATED
 from ...graph.weight.weight import Weight
+from ...nn.activation import activation
 from ...nn.layer import Module
 from ..gguf.mmproj import MmprojTable
 from ..names import Names
@@ -54,6 +55,7 @@ class VisionPart(Module):
         names: the first parts of the names of its tensors in files, which are its attributes.
         text_names: how the names of the language model begin in files, in place of "model.".
         sees_whole: whether a token of a picture attends to all tokens of the picture, later ones too.
+        sees_prompt: whether all tokens of a prompt with pictures attend to all of it.
         image_token: id of the token that features stand in place of.
         gguf: how ``mmproj`` files name its tensors and settings; None: they are not supported.
     """
@@ -62,6 +64,7 @@ class VisionPart(Module):
     names: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")
     text_names: ClassVar[str] = "model.language_model."
     sees_whole: ClassVar[bool] = False
+    sees_prompt: ClassVar[bool] = False
 
     def __init__(self, raw: Mapping[str, Any], config: Any, dtype: DType):
         super().__init__()
@@ -72,6 +75,19 @@ class VisionPart(Module):
     def names_with(cls, names: Names) -> Names:
         """The names of the tensors of the whole model, in files and in maxjax; ``names`` are the language model's."""
         return names.with_vision(cls.names, cls.text_names)
+
+    def blocks(self, at: Any) -> Any:
+        """Return the number of the block of each token, of a prompt with pictures; None: tokens see no later ones.
+
+        Args:
+            at: the row of features of each token, int32 ``[..., T]``; -1 for a token of text.
+
+        Returns:
+            int32 ``[..., T]``: the tokens of a run of the same number attend to each other; -1 for none.
+        """
+        if self.sees_prompt:
+            return 0 * at
+        return (at >= 0).astype(at.dtype) - 1 if self.sees_whole else None
 
     def encode(self, inputs: Any, run: Callable[..., Any]) -> PictureFeatures:
         """Return the features of the tokens of one picture.
@@ -103,6 +119,22 @@ class VisionPart(Module):
             pictures: the ``ImageInputs`` of each of its pictures.
         """
         return None
+
+
+class PackedVision(VisionPart):
+    """Base class of the vision parts of Qwen's models: patches of pictures of any size, and positions of three axes.
+
+    Attributes:
+        visual: the tower, whose settings ``config`` have ``spatial_merge_size``.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("visual",)
+    visual: Any
+
+    def positions(self, ids: np.ndarray, pictures: list[Any]) -> np.ndarray:
+        """See :class:`VisionPart`."""
+        grids = [one.grids[0] for one in pictures]
+        return axes_of(ids, self.image_token, grids, self.visual.config.spatial_merge_size)
 
 
 def image_token(raw: Mapping[str, Any]) -> int:
@@ -173,6 +205,13 @@ class PatchConvolution(Module):
         return {"weight": REPLICATED, "bias": REPLICATED}
 
 
+class Gelu(Module):
+    """The activation between the linear layers of a merger, which files number."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return activation("gelu")(x)
+
+
 class Frames(NamedTuple):
     """The patches of a picture, or of the frames of a video, of which each is encoded by itself.
 
@@ -192,7 +231,7 @@ class Frames(NamedTuple):
 
     @staticmethod
     def of(inputs: Any, merge: int, least: int = 64) -> Frames:
-        """The frames of one picture (``ImageInputs``), padded to a power of two.
+        """The frames of one picture (``ImageInputs``), padded to a power of two of tokens.
 
         Args:
             inputs: the picture.
@@ -201,13 +240,13 @@ class Frames(NamedTuple):
         """
         frames, rows, columns = map(int, inputs.grids[0])
         patches = inputs.pixels.reshape(frames, rows * columns, -1)
-        return Frames.padded(patches, places_of(rows, columns, merge), least)
+        return Frames.padded(patches, places_of(rows, columns, merge), merge, least)
 
     @staticmethod
-    def padded(patches: np.ndarray, places: np.ndarray, least: int = 64) -> Frames:
-        """Patches ``[F, count, C t p p]`` at these places ``[count, 2]``, padded to a power of two."""
-        count = len(places)
-        size = max(least, 1 << (count - 1).bit_length())
+    def padded(patches: np.ndarray, places: np.ndarray, merge: int, least: int = 64) -> Frames:
+        """Patches ``[F, count, C t p p]`` at these places ``[count, 2]``, padded to a power of two of tokens."""
+        count, unit = len(places), merge**2
+        size = max(least // unit, 1 << (count // unit - 1).bit_length()) * unit
         pixels = np.zeros((len(patches), size, patches.shape[-1]), np.float32)
         at = np.zeros((size, 2), np.int32)
         pixels[:, :count], at[:count] = patches, places

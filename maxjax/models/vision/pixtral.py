@@ -218,7 +218,7 @@ class PixtralVision(VisionPart):
         rows, columns = height // p, width // p
         cut: Any = patches(inputs.pixels[:1, :, :height, :width], p)  # row by row
         places = places_of(rows, columns, merge)
-        frames = Frames.padded(cut[:, places[:, 0] * columns + places[:, 1]], places)
+        frames = Frames.padded(cut[:, places[:, 0] * columns + places[:, 1]], places, merge)
         found = run(self, frames.patches, frames.places, frames.real)
         return PictureFeatures(found[0, : frames.count // merge**2])
 

@@ -54,7 +54,7 @@ from ..parts import (
     split_heads,
 )
 from ..parts.config import ArchitectureConfig
-from .part import Frames, PatchProjection, PictureFeatures, VisionPart, angles_of, axes_of
+from .part import Frames, Gelu, PackedVision, PatchProjection, PictureFeatures, angles_of
 
 
 @dataclass(frozen=True)
@@ -169,13 +169,6 @@ class Qwen25Merger(Module):
         return last(gelu(first(x).astype(x.dtype))).astype(x.dtype)  # [F, P / m², E]
 
 
-class Gelu(Module):
-    """The activation between the linear layers of a merger, which files number."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return activation("gelu")(x)
-
-
 class Qwen25VisionTower(Module):
     """Patches of frames → features of tokens."""
 
@@ -226,11 +219,10 @@ _GGUF = MmprojTable(
 )
 
 
-class Qwen25Vision(VisionPart):
+class Qwen25Vision(PackedVision):
     """The vision part of a Qwen2.5-VL."""
 
     gguf: ClassVar[MmprojTable | None] = _GGUF
-    names: ClassVar[tuple[str, ...]] = ("visual",)
 
     def __init__(self, raw: Mapping[str, Any], config: Any, dtype: DType):
         super().__init__(raw, config, dtype)
@@ -255,11 +247,6 @@ class Qwen25Vision(VisionPart):
         is_real = source.reshape(-1, merge**2)[:, 0] >= 0
         back = np.argsort(tokens[is_real])
         return PictureFeatures(rows[:, is_real][:, back].reshape(-1, rows.shape[-1]))
-
-    def positions(self, ids: np.ndarray, pictures: list[Any]) -> np.ndarray:
-        """See :class:`VisionPart`."""
-        grids = [one.grids[0] for one in pictures]
-        return axes_of(ids, self.image_token, grids, self.visual.config.spatial_merge_size)
 
 
 def windows_of(places: np.ndarray, side: int, merge: int) -> np.ndarray:

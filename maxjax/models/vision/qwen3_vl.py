@@ -50,7 +50,7 @@ from ..parts import (
     split_heads,
 )
 from ..parts.config import ArchitectureConfig
-from .part import Frames, PatchProjection, PictureFeatures, VisionPart, angles_of, axes_of
+from .part import Frames, PackedVision, PatchProjection, PictureFeatures, angles_of
 
 
 @dataclass(frozen=True)
@@ -257,11 +257,10 @@ _GGUF = MmprojTable(
 )
 
 
-class Qwen3Vision(VisionPart):
+class Qwen3Vision(PackedVision):
     """The vision part of a Qwen3-VL or a Qwen 3.5."""
 
     gguf: ClassVar[MmprojTable | None] = _GGUF
-    names: ClassVar[tuple[str, ...]] = ("visual",)
 
     def __init__(self, raw: Mapping[str, Any], config: Any, dtype: DType):
         super().__init__(raw, config, dtype)
@@ -285,11 +284,6 @@ class Qwen3Vision(VisionPart):
         tokens = frames.count // of.spatial_merge_size**2
         rows = lambda a: a[:, :tokens].reshape(-1, a.shape[-1])
         return PictureFeatures(rows(found), np.stack([rows(one) for one in deep]) if deep else None)
-
-    def positions(self, ids: np.ndarray, pictures: list[Any]) -> np.ndarray:
-        """See :class:`VisionPart`."""
-        grids = [one.grids[0] for one in pictures]
-        return axes_of(ids, self.image_token, grids, self.visual.config.spatial_merge_size)
 
 
 def between(places: np.ndarray, shape: Any, side: int) -> tuple[np.ndarray, np.ndarray]:
