@@ -33,7 +33,7 @@ class RequestLimits:
         texts: largest number of texts or documents of one request.
     """
 
-    body_bytes: int = 8 << 20
+    body_bytes: int = 32 << 20  # several photographs in base64
     body_seconds: float = 30.0
     seconds: float = 600.0
     read_seconds: float = 60.0
