@@ -31,7 +31,10 @@ def answers(model, ids):
     return model(ids), prefill, model(ids[:, -1:], cache)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=pytest.mark.extra if one == "gemma3n" else ()) for one in KINDS],
+)
 def test_logits_are_those_of_one_device(kind):
     made, settings = KINDS[kind]
     model = maxjax.init(
