@@ -349,7 +349,8 @@ def compile_one(name: str, output: Path, cxx: Sequence[str], flags: Sequence[str
 def _headers() -> str:
     import jax.ffi
 
-    return jax.ffi.include_dir()
+    # Compilers follow links, such as that of a virtual environment.
+    return os.path.realpath(jax.ffi.include_dir())
 
 
 def _run(command: list[str]) -> None:
