@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -166,19 +166,30 @@ def pictures_in(messages: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         ({'type': 'image'}, [{'type': 'image', 'image': 'cat.png'}])
     """
     found: list[Any] = []
-    changed = []
+
+    def taken(part: Any) -> dict[str, str]:
+        found.append(part)
+        return {"type": "image"}
+
+    return with_pictures(messages, taken), found
+
+
+def with_pictures(messages: Iterable[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """The messages of a chat with other parts in place of their pictures.
+
+    Args:
+        messages: the messages.
+        change: the function from the part with a picture to the other one.
+    """
+    done = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, (list, tuple)):
-            parts = []
-            for part in content:
-                is_picture = isinstance(part, Mapping) and part.get("type") in _KINDS
-                if is_picture:
-                    found.append(part)
-                parts.append({"type": "image"} if is_picture else part)
-            message = {**message, "content": parts}
-        changed.append(message)
-    return changed, found
+            kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+            pairs = zip(content, kinds, strict=True)
+            message = {**message, "content": [change(p) if k in _KINDS else p for p, k in pairs]}
+        done.append(message)
+    return done
 
 
 class SeenPictures:

@@ -141,6 +141,15 @@ def prompt_of(count):
     return [5, 6, *[IMAGE] * count, 7, 8, 9, 10]
 
 
+def give_pictures(patch, ids, pictures):
+    """Gives these pictures to the prompt that has these ids."""
+    usual = Request.prompt
+    own = lambda self, given, *which: (
+        Prompt(ids, None, False, pictures) if list(given) == ids else usual(self, given, *which)
+    )
+    patch.setattr(Request, "prompt", own)
+
+
 def oracle(family):
     """transformers' class and configuration."""
     import transformers
@@ -241,11 +250,7 @@ def test_a_picture(family, folders, tmp_path, monkeypatch):
     of_text = list(
         maxjax.generate(model, None, [4, 5, 6], max_new_tokens=12, temperature=0, eos_ids=()).tokens
     )
-    usual = Request.prompt
-    own = lambda self, given, *which: (
-        Prompt(ids, None, False, pictures) if list(given) == ids else usual(self, given, *which)
-    )
-    monkeypatch.setattr(Request, "prompt", own)
+    give_pictures(monkeypatch, ids, pictures)
     with maxjax.Engine(model, slots=2, chunk=16) as engine:
         given = (ids, [4, 5, 6], ids)
         pending = [

@@ -9,21 +9,15 @@ import pytest
 from safetensors.numpy import load_file
 
 import maxjax
-from maxjax.engine.generate.request import Prompt, Request
 from maxjax.engine.pictures import Inputs, SeenPictures, placed_pictures
 from maxjax.errors import CheckpointMismatchError, UserInputError
 from maxjax.models import VisionPart, source_of
 from maxjax.nn import LayerStack
 from tests.models import test_vision_language as families
 from tests.models.copied_edits import VISION_PARTS
-from tests.models.test_copies import imported
+from tests.models.test_copies import chosen, imported
 
 folders = families.folders
-
-
-def chosen(kinds, default):
-    """Parameters: those of the default set, the others for ``pytest --all``."""
-    return [pytest.param(k, marks=() if k in default else pytest.mark.extra) for k in kinds]
 
 
 def picture_of(model, family, seed=0):
@@ -49,13 +43,9 @@ def test_a_picture_on_eight_devices(family, folders, monkeypatch):
         assert given is not None
         args = given._asdict()
         logits = jax.jit(lambda model, ids, args: model(ids, **args))(model, jnp.array([ids]), args)
-        usual = Request.prompt
-        own = lambda self, given, *which: (
-            Prompt(ids, None, False, pictures) if list(given) == ids else usual(self, given, *which)
-        )
         settings = {"max_new_tokens": 4, "temperature": 0, "eos_ids": ()}
         with monkeypatch.context() as patch, maxjax.Engine(model, slots=2, chunk=16) as engine:
-            patch.setattr(Request, "prompt", own)
+            families.give_pictures(patch, ids, pictures)
             pending = [engine.submit(one, **settings) for one in (ids, [4, 5, 6])]
             tokens = [list(one.result().tokens) for one in pending]
         return pictures.rows, np.asarray(logits), tokens

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 
 from ...errors import UserInputError, first_line, shown
-from ...images.decode import beside, is_image
+from ...images.decode import beside
 from ...progress import Task, task
+from ..pictures import with_pictures
 from .answer import PendingAnswer
 from .engine import Engine
 
@@ -239,18 +240,7 @@ def _beside(prompt: Any, folder: str) -> Any:
     """A chat whose pictures with relative paths are in a folder; any other prompt as it is."""
     if not isinstance(prompt, list):
         return prompt
-    found = []
-    for message in prompt:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            is_picture = [isinstance(one, dict) and is_image(one) for one in content]
-            pairs = zip(content, is_picture, strict=True)
-            message = {
-                **message,
-                "content": [beside(one, folder) if so else one for one, so in pairs],
-            }
-        found.append(message)
-    return found
+    return with_pictures(prompt, lambda part: beside(part, folder))
 
 
 def _written(file: Any, path: str | os.PathLike[str]) -> set[int]:

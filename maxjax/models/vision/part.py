@@ -125,11 +125,15 @@ class PackedVision(VisionPart):
     """Base class of the vision parts of Qwen's models: patches of pictures of any size, and positions of three axes.
 
     Attributes:
-        visual: the tower, whose settings ``config`` have ``spatial_merge_size``.
+        visual: the tower with the merger, which a call runs; its settings ``config`` have ``spatial_merge_size``.
     """
 
     names: ClassVar[tuple[str, ...]] = ("visual",)
     visual: Any
+
+    def __call__(self, *frames: Any) -> Any:
+        """Patches of frames → features ``[F, P / m², E]``, and those for deepstack if the tower has any."""
+        return self.visual(*frames)
 
     def positions(self, ids: np.ndarray, pictures: list[Any]) -> np.ndarray:
         """See :class:`VisionPart`."""
@@ -251,6 +255,11 @@ class Frames(NamedTuple):
         at = np.zeros((size, 2), np.int32)
         pixels[:, :count], at[:count] = patches, places
         return Frames(pixels, at, np.arange(size) < count, count)
+
+    def tokens(self, features: np.ndarray, merge: int) -> np.ndarray:
+        """Features ``[F, P / merge², E]`` of all frames, one after the other, without padding: ``[tokens, E]``."""
+        real = features[:, : self.count // merge**2]
+        return real.reshape(-1, real.shape[-1])
 
 
 def places_of(rows: int, columns: int, merge: int) -> np.ndarray:

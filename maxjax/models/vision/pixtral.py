@@ -220,7 +220,7 @@ class PixtralVision(VisionPart):
         places = places_of(rows, columns, merge)
         frames = Frames.padded(cut[:, places[:, 0] * columns + places[:, 1]], places, merge)
         found = run(self, frames.patches, frames.places, frames.real)
-        return PictureFeatures(found[0, : frames.count // merge**2])
+        return PictureFeatures(frames.tokens(found, merge))
 
 
 class Mistral3Merger(Module):

@@ -228,10 +228,6 @@ class Qwen25Vision(PackedVision):
         super().__init__(raw, config, dtype)
         self.visual = Qwen25VisionTower(Qwen25VisionConfig.from_dict(raw["vision_config"]), dtype)
 
-    def __call__(self, patches: Any, places: Any, real: Any) -> jax.Array:
-        """Patches of frames → features ``[F, P / m², E]``."""
-        return self.visual(patches, places, real)
-
     def encode(self, inputs: Any, run: Callable[..., Any]) -> PictureFeatures:
         """See :class:`VisionPart`."""
         of = self.visual.config

@@ -36,12 +36,12 @@ from ..parts import (
     layers,
     merge_heads,
     rope,
+    run_until,
     size,
     split_features_over_mesh,
     split_heads,
 )
 from ..parts.config import ArchitectureConfig
-from ..parts.vision import run_until
 from .part import Frames, Gelu, PackedVision, PatchProjection, PictureFeatures, angles_of
 
 
@@ -167,14 +167,9 @@ class Qwen2Vision(PackedVision):
         super().__init__(raw, config, dtype)
         self.visual = Qwen2VisionTower(Qwen2VisionConfig.from_dict(raw["vision_config"]), dtype)
 
-    def __call__(self, patches: Any, places: Any, real: Any) -> jax.Array:
-        """Patches of frames → features ``[F, P / m², E]``."""
-        return self.visual(patches, places, real)
-
     def encode(self, inputs: Any, run: Callable[..., Any]) -> PictureFeatures:
         """See :class:`VisionPart`."""
         merge = self.visual.config.spatial_merge_size
         frames = Frames.of(inputs, merge)
         found = run(self, frames.patches, frames.places, frames.real)
-        rows = found[:, : frames.count // merge**2]
-        return PictureFeatures(rows.reshape(-1, rows.shape[-1]))
+        return PictureFeatures(frames.tokens(found, merge))

@@ -268,10 +268,6 @@ class Qwen3Vision(PackedVision):
         settings = Qwen3VisionConfig.from_dict({**defaults, **raw["vision_config"]})
         self.visual = Qwen3VisionTower(settings, dtype)
 
-    def __call__(self, *frames: Any) -> tuple[jax.Array, list[jax.Array]]:
-        """Patches of frames → features ``[F, P / m², E]``, and those for deepstack."""
-        return self.visual(*frames)
-
     def encode(self, inputs: Any, run: Callable[..., Any]) -> PictureFeatures:
         """See :class:`VisionPart`."""
         of = self.visual.config
@@ -281,9 +277,8 @@ class Qwen3Vision(PackedVision):
         )
         near, shares = between(frames.places, inputs.grids[0][1:], side)
         found, deep = run(self, frames.patches, frames.places, frames.real, near, shares)
-        tokens = frames.count // of.spatial_merge_size**2
-        rows = lambda a: a[:, :tokens].reshape(-1, a.shape[-1])
-        return PictureFeatures(rows(found), np.stack([rows(one) for one in deep]) if deep else None)
+        found, *deep = (frames.tokens(one, of.spatial_merge_size) for one in (found, *deep))
+        return PictureFeatures(found, np.stack(deep) if deep else None)
 
 
 def between(places: np.ndarray, shape: Any, side: int) -> tuple[np.ndarray, np.ndarray]:
