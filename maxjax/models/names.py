@@ -445,6 +445,8 @@ VISION_PATTERNS = tuple(
     *("vision_projector.*", "sound_encoder.*", "sound_projection.*"),
     *("model.high_res_vision_*", "model.generation_*", "model.vqmodel.*"),
 )
+# The vision part in steps of training, by maxjax's own names.
+_OWN_VISION = "vision.*"
 
 
 def text_prefix(front: str) -> Prefix:
@@ -474,7 +476,7 @@ def text_prefix(front: str) -> Prefix:
 
 def multimodal_rows(front: str) -> tuple[NameRow, ...]:
     """The rows that the table of every decoder has, so that it may be a part of a multimodal model."""
-    return text_prefix(front), Drop(*VISION_PATTERNS, kept=True)
+    return text_prefix(front), Drop(*VISION_PATTERNS, _OWN_VISION, kept=True)
 
 
 TEXT_PREFIX = text_prefix("model.")
@@ -666,7 +668,7 @@ class Names:
             ['model.visual.norm', 'model.language_model.norm']
         """
         prefix = Prefix({text: "model."}, written=True, in_modules=True)
-        return Names(VisionRow(parts), prefix, *self.rows)
+        return Names(VisionRow(parts), prefix, *self.without(_OWN_VISION).rows)
 
     @property
     def body(self) -> Body | None:

@@ -112,6 +112,7 @@ def test_a_training_step_is_the_whole_model(family, folders, tmp_path):
     again, _ = maxjax.load(tmp_path / "run")
     _, expected = picture_of(model, family)
     np.testing.assert_array_equal(picture_of(again, family)[1].rows, expected.rows)
+    assert maxjax.load(tmp_path / "run", vision=False)[0].vision is None
     maxjax.save_pretrained(again, tmp_path / "saved")
     names = load_file(tmp_path / "saved" / "model.safetensors")
     parts = {f"model.{part}" for part in model.vision.names} | {model.vision.text_names.rstrip(".")}
